@@ -1,0 +1,3 @@
+from edgemoe.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""The demo model, its card, and held-out text of its four domains (package data)."""

@@ -1,0 +1,1 @@
+"""What a model file says: geometry, expert byte ranges, bytes per token (GGUF and safetensors)."""

@@ -1,0 +1,70 @@
+"""Sizes and residencies as people write them: `18GB`, `512MiB`, `25%`, `32`."""
+
+import re
+from dataclasses import dataclass
+
+from edgemoe.errors import UserError
+
+_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of `18GB` (decimal), `512MiB` (binary) or `4096B`; anything else is a `UserError`."""
+    match = _BYTES.fullmatch(text.strip())
+    if not match:
+        raise UserError(f"{text!r} is not a size: write it like 18GB, 512MiB or 4096B")
+    return round(float(match[1]) * _FACTORS[(match[2] or "").upper()])
+
+
+def format_bytes(count: float) -> str:
+    """`12.6 MB`: three significant digits, decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 999.5:
+            break
+        count /= 1000
+    else:
+        unit = "TB"
+    if unit == "B":
+        return f"{count:.0f} B" if float(count).is_integer() else f"{count:.3g} B"
+    return f"{count:.{0 if abs(count) >= 99.95 else 1 if abs(count) >= 9.995 else 2}f} {unit}"
+
+
+@dataclass(frozen=True)
+class Residency:
+    """How much of the experts may be resident, as given: a share of E, a count of slots per layer, or bytes in all."""
+
+    text: str
+    share: float | None = None
+    count: int | None = None
+    total_bytes: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Residency":
+        """`50%`, `32` or `6GB`; anything else is a `UserError`."""
+        text = text.strip()
+        if re.fullmatch(r"\d+(?:\.\d+)?%", text) and 0 < float(text[:-1]) <= 100:
+            return cls(text, share=float(text[:-1]) / 100)
+        if re.fullmatch(r"\d+", text) and int(text) > 0:
+            return cls(text, count=int(text))
+        if _BYTES.fullmatch(text):
+            return cls(text, total_bytes=parse_bytes(text))
+        raise UserError(f"{text!r} is not a residency: write a share (50%), slots per layer (32) or bytes (6GB)")
+
+    def slots(self, n_experts: int, layer_expert_bytes: int | None = None) -> int:
+        """Slots per layer C: `round(share·E)`, the count itself, or what the bytes buy.
+
+        `layer_expert_bytes` is the size of one expert summed over all MoE layers. Raises `UserError` for no slot at
+        all, for more slots than experts, or for bytes without a known expert size.
+        """
+        if self.count is not None:
+            slots = self.count
+        elif self.share is not None:
+            slots = round(self.share * n_experts)
+        elif layer_expert_bytes is None:
+            raise UserError(f"a residency in bytes ({self.text}) needs the size of an expert: give --model")
+        else:
+            slots = min(int(self.total_bytes or 0) // layer_expert_bytes, n_experts)
+        if not 1 <= slots <= n_experts:
+            raise UserError(f"residency {self.text} is {slots} slots per layer; this model has {n_experts} experts")
+        return slots
