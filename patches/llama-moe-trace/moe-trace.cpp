@@ -1,0 +1,406 @@
+// llama-moe-trace: record which experts of a Mixture-of-Experts model every token of a text is routed to.
+//
+// It listens to the evaluation of the graph and copies the router's choice, `ffn_moe_topk-<layer>`, row by row. Nothing
+// is changed: not the weights, not the graph, not the result. Only llama.h and ggml.h are used, so it builds
+// inside llama.cpp (patches/llama-moe-trace.patch) and against any installed libllama of the same version.
+// The output format is described in patches/README.md.
+
+#include "topk-tap.h"
+
+#include "ggml.h"
+#include "llama.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <climits>
+#include <csignal>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+volatile std::sig_atomic_t interrupted = 0;
+
+// ---- the command line ----
+
+const char * const USAGE =
+    "usage: llama-moe-trace -m MODEL.gguf -f TEXT -o OUT.moetrace [options]\n"
+    "\n"
+    "Record which experts every token of TEXT is routed to.\n"
+    "\n"
+    "  -m FILE          the model (GGUF; of a split model, its first file)\n"
+    "  -f FILE          the text to run through it\n"
+    "  -o FILE          the trace to write; must not exist\n"
+    "  --ctx N          tokens per window; the cache is cleared between windows (default 512)\n"
+    "  --max-tokens N   stop after N tokens (default: the whole text)\n"
+    "  --decode         one token at a time, as generation routes, instead of in batches\n"
+    "  -t N             threads (default: llama.cpp's)\n"
+    "  -ngl N           layers on the GPU, -1 for all (default 0)\n";
+
+struct options {
+    std::string model, input, output;
+    int  ctx        = 512;
+    int  max_tokens = INT_MAX;
+    int  threads    = llama_context_default_params().n_threads;
+    int  gpu_layers = 0;
+    bool decode     = false;
+};
+
+int integer(const std::string & name, const std::string & value, int least) {
+    char * end = nullptr;
+    errno = 0;
+    const long number = std::strtol(value.c_str(), &end, 10);
+    if (value.empty() || *end || errno || number < least || number > INT_MAX) {
+        fail("%s takes an integer of at least %d, not '%s'", name.c_str(), least, value.c_str());
+    }
+    return (int) number;
+}
+
+options parse(int argc, char ** argv) {
+    options opt;
+    const std::map<std::string, std::string *> paths = {{"-m", &opt.model}, {"-f", &opt.input}, {"-o", &opt.output}};
+    const std::map<std::string, std::pair<int *, int>> numbers = {
+        {"--ctx", {&opt.ctx, 2}},
+        {"--max-tokens", {&opt.max_tokens, 1}},
+        {"-t", {&opt.threads, 1}},
+        {"-ngl", {&opt.gpu_layers, -1}},
+    };
+    for (int i = 1; i < argc; i++) {
+        const std::string name = argv[i];
+        if (name == "-h" || name == "--help") {
+            fputs(USAGE, stdout);
+            std::exit(0);
+        }
+        if (name == "--decode") {
+            opt.decode = true;
+            continue;
+        }
+        const auto path = paths.find(name);
+        const auto number = numbers.find(name);
+        if (path == paths.end() && number == numbers.end()) {
+            fail("unknown option '%s'; --help lists them", name.c_str());
+        }
+        if (++i == argc) {
+            fail("%s needs a value", name.c_str());
+        }
+        if (path != paths.end()) {
+            *path->second = argv[i];
+        } else {
+            *number->second.first = integer(name, argv[i], number->second.second);
+        }
+    }
+    if (opt.model.empty() || opt.input.empty() || opt.output.empty()) {
+        fail("-m MODEL, -f TEXT and -o OUT are all needed; --help explains them");
+    }
+    return opt;
+}
+
+std::string read_text(const std::string & path) {
+    std::unique_ptr<FILE, int (*)(FILE *)> file(fopen(path.c_str(), "rb"), fclose);
+    std::string content;
+    char block[1 << 16];
+    for (size_t count; file && (count = fread(block, 1, sizeof block, file.get())) > 0;) {
+        content.append(block, count);
+    }
+    if (!file || ferror(file.get())) {
+        fail("%s: cannot read the text (%s)", path.c_str(), strerror(errno));
+    }
+    if (content.size() > INT_MAX) {
+        fail("%s: %zu bytes; a text may have at most %d", path.c_str(), content.size(), INT_MAX);
+    }
+    return content;
+}
+
+// ---- listening ----
+
+bool on_node(ggml_tensor * t, bool ask, void * user) {
+    tap & listener = *static_cast<tap *>(user);
+    const int layer = listener.expected ? topk_layer(t->name) : -1;
+    if (ask) {
+        return layer >= 0;
+    }
+    if (layer >= 0 && listener.failure.empty()) {
+        listener.take(layer, t);
+    }
+    return !interrupted && listener.failure.empty(); // false ends the graph early; the call is then thrown away
+}
+
+// ---- the trace file ----
+
+std::string quoted(const std::string & value) {
+    std::string out = "\"";
+    for (const unsigned char c : value) {
+        char escaped[8] = {(char) c};
+        if (c == '"' || c == '\\' || c < 0x20) {
+            snprintf(escaped, sizeof escaped, "\\u%04x", c);
+        }
+        out += escaped;
+    }
+    return out + "\"";
+}
+
+struct writer {
+    std::string path;
+    FILE *   file;
+    bool     begun = false;
+    uint32_t total = 0; // tokens
+
+    // Opened before the model loads: an unwritable output must not cost minutes.
+    explicit writer(const std::string & path) : path(path), file(fopen(path.c_str(), "wbx")) {
+        if (!file) {
+            fail("%s: cannot write (%s)", path.c_str(), strerror(errno));
+        }
+    }
+
+    ~writer() {
+        fclose(file);
+        if (!begun) {
+            std::remove(path.c_str());
+        }
+    }
+
+    void put(const void * data, size_t size) {
+        if (fwrite(data, 1, size, file) != size) {
+            fail("%s: cannot write (%s)", path.c_str(), strerror(errno));
+        }
+    }
+
+    void put(uint32_t value) { put(&value, sizeof value); }
+
+    void header(const std::string & json) {
+        put("MOETRACE", 8);
+        put(1); // version
+        put((uint32_t) json.size());
+        put(json.data(), json.size());
+        begun = true;
+    }
+
+    // Flushed as one: whatever ends the run, the file holds whole records up to then.
+    void record(uint32_t window, const llama_token * tokens, int count, const tap & listener) {
+        put(window);
+        put((uint32_t) count);
+        put(tokens, count * sizeof *tokens);
+        for (const auto & entry : listener.layers) {
+            put(entry.second.experts.data(), entry.second.experts.size() * sizeof(int16_t));
+        }
+        total += count;
+        flush();
+    }
+
+    void end() {
+        put(UINT32_MAX);
+        put(total);
+        flush();
+    }
+
+    void flush() {
+        if (fflush(file) != 0) {
+            fail("%s: cannot write (%s)", path.c_str(), strerror(errno));
+        }
+    }
+};
+
+// ---- the run ----
+
+// llama.cpp's own messages: only the last error is kept, to explain a failure in the one line that we print.
+std::string last_error;
+
+void keep_error(ggml_log_level level, const char * message, void *) {
+    if (level == GGML_LOG_LEVEL_ERROR) {
+        last_error = message;
+        last_error.erase(last_error.find_last_not_of(" \r\n") + 1);
+        std::replace(last_error.begin(), last_error.end(), '\n', ' ');
+    }
+}
+
+using model_ptr   = std::unique_ptr<llama_model, void (*)(llama_model *)>;
+using context_ptr = std::unique_ptr<llama_context, void (*)(llama_context *)>;
+using token_list  = std::vector<llama_token>;
+
+std::string metadata(const llama_model * model, const std::string & key) {
+    char value[256];
+    return llama_model_meta_val_str(model, key.c_str(), value, sizeof value) < 0 ? "" : value;
+}
+
+// The token that every window starts with, or LLAMA_TOKEN_NULL where the model wants none.
+llama_token bos_of(const llama_model * model) {
+    const llama_vocab * vocab = llama_model_get_vocab(model);
+    return llama_vocab_get_add_bos(vocab) ? llama_vocab_bos(vocab) : LLAMA_TOKEN_NULL;
+}
+
+model_ptr load(const options & opt) {
+    std::unique_ptr<FILE, int (*)(FILE *)> file(fopen(opt.model.c_str(), "rb"), fclose);
+    if (!file) {
+        fail("%s: cannot read the model (%s)", opt.model.c_str(), strerror(errno));
+    }
+    llama_model_params params = llama_model_default_params();
+    params.n_gpu_layers = opt.gpu_layers;
+    model_ptr model(llama_model_load_from_file(opt.model.c_str(), params), llama_model_free);
+    if (!model) {
+        fail("%s: llama.cpp cannot load this model (%s)", opt.model.c_str(), last_error.c_str());
+    }
+    return model;
+}
+
+int count_experts(const options & opt, const llama_model * model) {
+    const std::string architecture = metadata(model, "general.architecture");
+    const int count = std::atoi(metadata(model, architecture + ".expert_count").c_str());
+    if (count == 0) {
+        fail("%s is a dense model (%s): it has no experts to trace", opt.model.c_str(), architecture.c_str());
+    }
+    if (count > INT16_MAX) {
+        fail("%s has %d experts; at most %d fit a trace", opt.model.c_str(), count, INT16_MAX);
+    }
+    return count;
+}
+
+context_ptr open_context(const options & opt, llama_model * model, tap & listener) {
+    llama_context_params params = llama_context_default_params();
+    params.n_ctx = params.n_batch = opt.ctx;
+    params.n_ubatch = std::min(params.n_batch, params.n_ubatch);
+    params.n_threads = params.n_threads_batch = opt.threads;
+    params.cb_eval = on_node;
+    params.cb_eval_user_data = &listener;
+    context_ptr context(llama_init_from_model(model, params), llama_free);
+    if (!context) {
+        fail("%s: llama.cpp cannot open a context of %d tokens (%s)", opt.model.c_str(), opt.ctx, last_error.c_str());
+    }
+    return context;
+}
+
+token_list tokenize(const options & opt, const llama_model * model, const std::string & content) {
+    const llama_vocab * vocab = llama_model_get_vocab(model);
+    const int size = (int) content.size();
+    token_list tokens(std::max(0, -llama_tokenize(vocab, content.data(), size, nullptr, 0, false, false)));
+    llama_tokenize(vocab, content.data(), size, tokens.data(), (int) tokens.size(), false, false);
+    if (tokens.empty()) {
+        fail("%s: no text in it to trace", opt.input.c_str());
+    }
+    return tokens;
+}
+
+// Windows of at most `ctx` tokens, each with its BOS where the model wants one; a partial last window is kept.
+std::vector<token_list> cut(const token_list & text, const options & opt, llama_token bos) {
+    std::vector<token_list> windows;
+    int64_t left = opt.max_tokens;
+    for (auto at = text.begin(); at != text.end() && left > 0; left -= (int64_t) windows.back().size()) {
+        windows.emplace_back(bos == LLAMA_TOKEN_NULL ? 0 : 1, bos);
+        token_list & window = windows.back();
+        const int64_t room = std::min<int64_t>(opt.ctx, left) - (int64_t) window.size();
+        const auto end = at + std::min<int64_t>(room, text.end() - at);
+        window.insert(window.end(), at, end);
+        at = end;
+    }
+    return windows;
+}
+
+std::string describe(const options & opt, const llama_model * model, const tap & listener) {
+    std::string layers, top_k;
+    for (const auto & entry : listener.layers) {
+        layers += (layers.empty() ? "" : ",") + std::to_string(entry.first);
+        top_k += (top_k.empty() ? "" : ",") + std::to_string(entry.second.k);
+    }
+    return "{\"model\":" + quoted(opt.model) + ",\"architecture\":" + quoted(metadata(model, "general.architecture")) +
+           ",\"text\":" + quoted(opt.input) + ",\"llama_cpp\":" + quoted(llama_version()) +
+           ",\"num_experts\":" + std::to_string(listener.n_experts) + ",\"layers\":[" + layers + "],\"top_k\":[" +
+           top_k + "],\"ctx\":" + std::to_string(opt.ctx) +
+           ",\"bos\":" + (bos_of(model) == LLAMA_TOKEN_NULL ? "false" : "true") +
+           ",\"decode\":" + (opt.decode ? "true" : "false") + ",\"threads\":" + std::to_string(opt.threads) +
+           ",\"n_gpu_layers\":" + std::to_string(opt.gpu_layers) + "}";
+}
+
+// One call of llama_decode, with the logits of every token asked for: otherwise the last layer skips the others.
+// At most one ubatch long, so that each layer routes all of it at once. False if interrupted: not to be trusted.
+bool decode(llama_context * context, llama_batch & batch, const llama_token * tokens, int count, int position,
+            tap & listener) {
+    batch.n_tokens = count;
+    for (int i = 0; i < count; i++) {
+        batch.token[i]     = tokens[i];
+        batch.pos[i]       = position + i;
+        batch.n_seq_id[i]  = 1;
+        batch.seq_id[i][0] = 0;
+        batch.logits[i]    = 1;
+    }
+    listener.begin(count);
+    const int status = llama_decode(context, batch);
+    if (interrupted) {
+        return false;
+    }
+    if (status != 0) {
+        fail("llama.cpp cannot decode token %d of a window (code %d: %s)", position, status, last_error.c_str());
+    }
+    listener.finish();
+    return true;
+}
+
+void trace(const options & opt, const llama_model * model, llama_context * context, tap & listener, writer & out,
+           const std::vector<token_list> & windows) {
+    const int step = opt.decode ? 1 : (int) llama_n_ubatch(context);
+    llama_batch batch = llama_batch_init(step, 0, 1); // lives as long as the process
+    auto told = std::chrono::steady_clock::now();
+    for (size_t w = 0; w < windows.size(); w++) {
+        const token_list & window = windows[w];
+        llama_memory_clear(llama_get_memory(context), true);
+        for (int at = 0; at < (int) window.size(); at += step) {
+            const int count = std::min(step, (int) window.size() - at);
+            if (!decode(context, batch, window.data() + at, count, at, listener)) {
+                return;
+            }
+            if (!out.begun) {
+                out.header(describe(opt, model, listener));
+            }
+            out.record((uint32_t) w, window.data() + at, count, listener);
+            if (std::chrono::steady_clock::now() - told > std::chrono::seconds(5)) {
+                told = std::chrono::steady_clock::now();
+                fprintf(stderr, "llama-moe-trace: %u tokens, window %zu of %zu\n", out.total, w + 1, windows.size());
+            }
+        }
+    }
+    out.end();
+}
+
+void on_signal(int) { interrupted = 1; }
+
+int run(int argc, char ** argv) {
+    const options opt = parse(argc, argv);
+    const std::string content = read_text(opt.input);
+    writer out(opt.output);
+    std::signal(SIGINT, on_signal);
+    std::signal(SIGTERM, on_signal);
+
+    llama_log_set(keep_error, nullptr);
+    if (ggml_backend_dev_count() == 0) {
+        ggml_backend_load_all(); // a build whose backends are separate files
+    }
+    llama_backend_init();
+    const model_ptr model = load(opt);
+    tap listener;
+    listener.n_experts = count_experts(opt, model.get());
+    const std::vector<token_list> windows = cut(tokenize(opt, model.get(), content), opt, bos_of(model.get()));
+    const context_ptr context = open_context(opt, model.get(), listener);
+    trace(opt, model.get(), context.get(), listener, out, windows);
+    fprintf(stderr, "llama-moe-trace: %s: %s%u tokens, %zu layers, %d experts\n", opt.output.c_str(),
+            !interrupted ? "" : out.begun ? "interrupted; kept " : "interrupted, not written; ", out.total,
+            listener.layers.size(), listener.n_experts);
+    return interrupted ? 130 : 0;
+}
+
+} // namespace
+
+int main(int argc, char ** argv) {
+    try {
+        return run(argc, argv);
+    } catch (const std::exception & error) {
+        fprintf(stderr, "llama-moe-trace: %s\n", error.what());
+        return 2;
+    }
+}
