@@ -9,6 +9,7 @@ import sys
 import typer
 
 from edgemoe import __version__
+from edgemoe.cli.stats import stats
 from edgemoe.errors import UserError
 
 app = typer.Typer(
@@ -36,7 +37,7 @@ def root(
 
 
 # Verbs in the order in which a newcomer meets them.
-for verb in ():
+for verb in (stats,):
     app.command()(verb)
 
 

@@ -1,0 +1,256 @@
+"""`edgemoe stats`: what a trace says about caching, in tables, pictures, CSV or JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.table import Table
+
+    from edgemoe.tracing.summary import Summary
+
+# What a lag, a share and a name need at most to fit side by side in a narrow terminal.
+SHOWN_LAGS = (1, 2, 4, 8, 32, 128, 512)
+PIPED_WIDTH = 120
+
+
+def stats(
+    traces: Annotated[
+        list[Path],
+        typer.Argument(metavar="TRACE...", help="Trace files. One with several domains counts as its domains."),
+    ],
+    domain: Annotated[
+        list[str] | None, typer.Option("--domain", metavar="NAME", help="Only this domain. May be given again.")
+    ] = None,
+    layer: Annotated[
+        str | None,
+        typer.Option(
+            "--layer",
+            metavar="N|all",
+            help="One MoE layer, by the model's numbering, or only the figures over all layers. Without it: both"
+            " in --json and --csv, all layers in the tables.",
+        ),
+    ] = None,
+    lags: Annotated[
+        str | None,
+        typer.Option(
+            "--lags",
+            metavar="N,N,...",
+            help="Distances in tokens at which reuse is measured. Default: 1, 2, 4, ... 512, as far as the text goes.",
+        ),
+    ] = None,
+    plots: Annotated[
+        Path | None, typer.Option("--plots", metavar="DIR", help="Write the pictures (PNG) into this folder.")
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="FILE|DIR", help="Write one long table (a name in .csv) or a folder of tables."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Show how well the experts of a trace could be cached: reuse, working set, load, drift, similarity of domains."""
+    import json
+
+    from edgemoe.progress import progress
+    from edgemoe.tracing.stats import split
+    from edgemoe.tracing.summary import summarise
+    from edgemoe.tracing.tracefile import load_trace
+
+    which, distances = _layer(layer), _lags(lags)
+    parts = split([load_trace(path) for path in traces], domain or ())
+    with progress("statistics", len(parts), "texts", quiet=as_json) as advance:
+        summary = summarise(parts, distances, which, advance)
+    written = summary.write_csv(csv) if csv else []
+    if plots:
+        from edgemoe.tracing.pictures import write_all
+
+        written += write_all(summary, plots)
+    if as_json:
+        typer.echo(json.dumps(summary.as_json(), allow_nan=False))
+    else:
+        _print(summary, which, written)
+
+
+def _layer(text: str | None) -> int | str | None:
+    from edgemoe.errors import UserError
+
+    if text is None or text == "all":
+        return text
+    if not text.isdecimal():
+        raise UserError(f"--layer {text}: expected a layer number or all")
+    return int(text)
+
+
+def _lags(text: str | None) -> list[int] | None:
+    from edgemoe.errors import UserError
+
+    if text is None:
+        return None
+    numbers = [part.strip() for part in text.split(",")]
+    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        raise UserError(f"--lags {text}: expected distances in tokens, at least 1, like 1,2,4")
+    return [int(number) for number in numbers]
+
+
+def _print(summary: Summary, layer: int | str | None, written: list[Path]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPED_WIDTH)
+    names = _names(summary)
+    over = f"layer {layer}" if isinstance(layer, int) else "all layers"
+    for trace in summary.traces:
+        console.print(
+            f"{names[trace.name]}: {trace.n_tokens:,} tokens through {trace.n_layers} MoE layers of {trace.n_experts}"
+            f" experts, {trace.top_k} per token and layer"
+        )
+    sections = (
+        ("Reuse", _reuse_words(), _reuse_table),
+        ("Working set", "The fewest experts of a layer that serve a share of its loads.", _working_set_table),
+        ("Load", _load_words(), _load_table),
+        ("Drift", _drift_words(), _drift_table),
+        ("Pre-gate", _pregate_words(), _pregate_table),
+    )
+    for title, words, table in sections:
+        filled = table(summary, names)
+        if filled.row_count:
+            console.print(f"\n[bold]{title}[/bold] ({over}). {words}")
+            console.print(filled)
+    if len(summary.traces) > 1:
+        _print_similarity(console, summary, names)
+    for note in summary.notes:
+        console.print(f"[bold]note[/bold] {note}", soft_wrap=True)
+    for path in written:
+        console.print(f"wrote {path}", soft_wrap=True)
+
+
+def _reuse_words() -> str:
+    return (
+        "How many of the experts that one token uses are used again so many tokens later. Chance is what the same"
+        " experts, equally popular but drawn without memory, would give: a cache lives off the difference."
+    )
+
+
+def _load_words() -> str:
+    return (
+        "How evenly the experts work. Effective: so many experts, used evenly, would be as unpredictable. Busiest: the"
+        " busiest expert's load over the mean. Never: how many experts no token of this text used."
+    )
+
+
+def _drift_words() -> str:
+    return (
+        "Whether the first 20% of the text tells which experts the rest needs. Changed: the share of the load that"
+        " moved to other experts; beside it, what sampling alone moves. Hits: the loads of the rest that a quarter of"
+        " the experts, kept for good, serve: chosen from the first 20%, and with hindsight."
+    )
+
+
+def _pregate_words() -> str:
+    return (
+        "How many of a layer's experts are among the first so many that its router names one layer early; beside"
+        " it, what the text's most frequent experts would have served."
+    )
+
+
+def _reuse_table(summary: Summary, names: dict[str, str]) -> Table:
+    rows = _shown(summary.reuse)
+    lags = list(dict.fromkeys(rows["lag"]))
+    if len(lags) > len(SHOWN_LAGS):
+        lags = [lag for lag in lags if lag in SHOWN_LAGS] or lags[: len(SHOWN_LAGS)]
+    table = _table(["text", *(f"lag {lag:,}" for lag in lags), "chance", f"at {lags[0]:,}"])
+    for name, group in rows.groupby("trace", sort=False):
+        by_lag = group.set_index("lag")
+        first, chance = by_lag["reuse"].get(lags[0], float("nan")), by_lag["chance"].iloc[0]
+        cells = [_percent(by_lag["reuse"].get(lag, float("nan"))) for lag in lags]
+        table.add_row(names[str(name)], *cells, _percent(chance), _number(first / chance, "× chance"))
+    return table
+
+
+def _working_set_table(summary: Summary, names: dict[str, str]) -> Table:
+    rows = _shown(summary.working_set)
+    coverages = list(dict.fromkeys(rows["coverage"]))
+    table = _table(["text", *(f"{coverage:.0%} of the loads" for coverage in coverages)])
+    for name, group in rows.groupby("trace", sort=False):
+        cells = [f"{_percent(row['share'])} of the experts ({_number(row['experts'])})" for _, row in group.iterrows()]
+        table.add_row(names[str(name)], *cells)
+    return table
+
+
+def _load_table(summary: Summary, names: dict[str, str]) -> Table:
+    table = _table(["text", "entropy", "effective", "busiest", "never"])
+    for _, row in _shown(summary.load).iterrows():
+        entropy, effective = _number(row["entropy"], " bits", 2), _number(row["effective"])
+        table.add_row(names[row["trace"]], entropy, effective, _number(row["imbalance"], "×"), f"{row['never']:,.0f}")
+    return table
+
+
+def _drift_table(summary: Summary, names: dict[str, str]) -> Table:
+    table = _table(["text", "changed", "by sampling", "hits", "with hindsight", "lost"])
+    for _, row in _shown(summary.drift).iterrows():
+        cells = (row[column] for column in ("variation", "sampled", "pinned", "oracle", "lost"))
+        table.add_row(names[row["trace"]], *(_percent(cell) for cell in cells))
+    return table
+
+
+def _pregate_table(summary: Summary, names: dict[str, str]) -> Table:
+    rows = _shown(summary.pregate)
+    table = _table(["text", "first", "found", "most frequent"])
+    for _, row in rows.iterrows():
+        found, frequent = _percent(row["recall"]), _percent(row["frequent"])
+        table.add_row(names[row["trace"]], f"{row['width']:,}", found, frequent)
+    return table
+
+
+def _print_similarity(console: Any, summary: Summary, names: dict[str, str]) -> None:
+    measures = (
+        (summary.cosine, "Cosine of the loads of all experts: 1 is the same use, 0 no expert in common."),
+        (summary.jaccard, "Jaccard index of the sets that serve 95%: experts in both over experts in either."),
+    )
+    console.print("\n[bold]Similarity[/bold]. Whether the texts use the same experts.")
+    columns = list(names.values())
+    if sum(map(len, columns)) + max(map(len, columns)) > PIPED_WIDTH - 4 * len(columns):
+        names = {full: f"{at} {name}" for at, (full, name) in enumerate(names.items(), 1)}
+        columns = [str(at) for at in range(1, len(columns) + 1)]
+    for frame, words in measures:
+        table = _table(["", *columns])
+        for name, row in frame.iterrows():
+            table.add_row(names[str(name)], *(_number(value, digits=2) for value in row))
+        console.print(words)
+        console.print(table)
+
+
+def _names(summary: Summary) -> dict[str, str]:
+    from edgemoe.tracing.summary import short_names
+
+    full = [trace.name for trace in summary.traces]
+    return dict(zip(full, short_names(full), strict=True))
+
+
+def _shown(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows over all layers; where one layer was asked for, its own."""
+    rows = frame[frame["layer"] == "all"]
+    return rows if len(rows) else frame
+
+
+def _table(columns: list[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for at, column in enumerate(columns):
+        table.add_column(column, justify="left" if at == 0 else "right", overflow="fold")
+    return table
+
+
+def _percent(value: float) -> str:
+    return "–" if value != value else f"{value:.1%}"
+
+
+def _number(value: float, unit: str = "", digits: int = 1) -> str:
+    return "–" if value != value else f"{value:,.{digits}f}{unit}"
