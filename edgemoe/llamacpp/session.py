@@ -1,0 +1,201 @@
+"""A loaded model: tokenise, decode with all rows, clear, free. Quiet, interruptible, and watched by a hub."""
+
+import ctypes
+import functools
+import os
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+import numpy as np
+
+from edgemoe.errors import UserError
+from edgemoe.llamacpp.hub import Hub
+from edgemoe.llamacpp.libraries import llama
+
+MAX_BATCH = 512  # tokens per llama_decode: bounds the logits of all rows (512 × 152k × 4 bytes = 311 MB)
+_LOG_ERROR, _LOG_CONTINUES = 4, 5
+_complaints: deque[str] = deque(maxlen=64)
+
+
+def default_threads() -> int:
+    """Physical cores that this process may use."""
+    import psutil
+
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(usable, psutil.cpu_count(logical=False) or usable))
+
+
+@functools.cache
+def _quiet() -> tuple[ModuleType, object]:
+    """The bindings, with llama.cpp's log going to `_complaints` (errors only) instead of stderr."""
+    lib = llama()
+    level_before = 0
+
+    def collect(level: int, text: bytes, _: object) -> None:
+        nonlocal level_before
+        level_before = level if level != _LOG_CONTINUES else level_before
+        if level_before >= _LOG_ERROR:
+            _complaints.append(text.decode(errors="replace"))
+
+    callback = lib.llama_log_callback(collect)
+    lib.llama_log_set(callback, ctypes.c_void_p(0))
+    lib.llama_backend_init()
+    return lib, callback  # the callback must outlive every log line
+
+
+def _last_complaint() -> str:
+    """The first line of what llama.cpp complained about, without the C function's name."""
+    lines = [line for line in "".join(_complaints).splitlines() if line.strip()]
+    _complaints.clear()
+    return lines[0].split(": ", 1)[-1].strip() if lines else "llama.cpp gives no reason"
+
+
+class Session:
+    """One model and one context of `n_ctx` tokens; a context manager.
+
+    Every row's logits are requested, because llama.cpp computes the last layer only for such rows. Raises `UserError`
+    where the model does not load or the context does not fit, with llama.cpp's own first complaint.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        n_ctx: int = 512,
+        n_batch: int = MAX_BATCH,
+        n_ubatch: int | None = None,
+        n_gpu_layers: int = 0,
+        n_threads: int | None = None,
+        hub: Hub | None = None,
+    ) -> None:
+        self._lib: Any = _quiet()[0]
+        self.path, self.hub = Path(path), hub
+        self.n_ctx, self.n_batch = n_ctx, min(n_batch, n_ctx, MAX_BATCH)
+        self.n_ubatch = min(n_ubatch or self.n_batch, self.n_batch)
+        self.n_threads = n_threads or default_threads()
+        self._model: Any = None
+        self._context: Any = None
+        self._batch: Any = None
+        self._vocab: Any = None
+        if n_gpu_layers and not self._lib.llama_supports_gpu_offload():
+            raise UserError(
+                "this llama.cpp build has no GPU support: leave out --n-gpu-layers, or install one that has"
+            )
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="llama_decode")
+        try:
+            self._load(n_gpu_layers)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, n_gpu_layers: int) -> None:
+        lib = self._lib
+        _complaints.clear()
+        model_params = lib.llama_model_default_params()
+        model_params.n_gpu_layers = n_gpu_layers
+        self._model = lib.llama_model_load_from_file(str(self.path).encode(), model_params)
+        if not self._model:
+            raise UserError(f"{self.path}: llama.cpp cannot load it ({_last_complaint()})")
+        params = lib.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = self.n_ctx, self.n_batch, self.n_ubatch
+        params.n_threads = params.n_threads_batch = self.n_threads
+        params.no_perf = True
+        if self.hub is not None:
+            params.cb_eval = lib.ggml_backend_sched_eval_callback(self.hub.callback)
+            params.cb_eval_user_data = self.hub.state.ctypes.data
+        self._context = lib.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise UserError(f"{self.path}: no room for a context of {self.n_ctx} tokens ({_last_complaint()})")
+        self._batch = lib.llama_batch_init(self.n_batch, 0, 1)
+        self._vocab = lib.llama_model_get_vocab(self._model)
+
+    @property
+    def description(self) -> str:
+        buffer = ctypes.create_string_buffer(256)
+        self._lib.llama_model_desc(self._model, buffer, len(buffer))
+        return buffer.value.decode(errors="replace")
+
+    @property
+    def n_vocab(self) -> int:
+        return int(self._lib.llama_vocab_n_tokens(self._vocab))
+
+    @property
+    def bos(self) -> int | None:
+        """The token that a text starts with, where the model wants one."""
+        return int(self._lib.llama_vocab_bos(self._vocab)) if self._lib.llama_vocab_get_add_bos(self._vocab) else None
+
+    def tokenize(self, text: bytes) -> np.ndarray:
+        """Token ids of plain text, [T] int32: no BOS, and no special tokens parsed out of the text."""
+        tokens = np.empty(len(text) + 16, np.int32)
+        pointer = tokens.ctypes.data_as(ctypes.POINTER(self._lib.llama_token))
+        count = self._lib.llama_tokenize(self._vocab, text, len(text), pointer, len(tokens), False, False)
+        if count < 0:
+            raise UserError(f"{self.path}: its tokenizer fails on a text of {len(text)} bytes ({_last_complaint()})")
+        return tokens[:count].copy()
+
+    def decode(self, tokens: Sequence[int] | np.ndarray, position: int = 0) -> None:
+        """Run at most `n_batch` tokens from `position` on, in ubatches of `n_ubatch` (one graph each).
+
+        The work is done on another thread, so that Ctrl-C arrives: it stops the graph at its next node, and is raised
+        here after llama.cpp returned. The memory of those tokens is then void: `clear` before going on.
+        """
+        assert 0 < len(tokens) <= self.n_batch and position + len(tokens) <= self.n_ctx
+        self._fill(np.asarray(tokens, np.int32), position)
+        running = self._executor.submit(self._lib.llama_decode, self._context, self._batch)
+        try:
+            status = running.result()
+        except BaseException:
+            if self.hub is not None:
+                self.hub.stop()
+            while not running.done():
+                try:
+                    running.exception()
+                except KeyboardInterrupt:
+                    continue
+            if self.hub is not None:
+                self.hub.go_on()
+            raise
+        if status != 0:
+            raise UserError(f"{self.path}: llama.cpp fails to decode (status {status}: {_last_complaint()})")
+
+    def _fill(self, tokens: np.ndarray, position: int) -> None:
+        batch, count = self._batch, len(tokens)
+        batch.n_tokens = count
+        for i in range(count):
+            batch.token[i] = tokens[i]
+            batch.pos[i] = position + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = 0
+            batch.logits[i] = 1
+
+    def logits(self, count: int) -> np.ndarray:
+        """The logits of the last decode's `count` rows, [count, n_vocab] float32 (a copy)."""
+        pointer = self._lib.llama_get_logits(self._context)
+        return np.ctypeslib.as_array(pointer, (count, self.n_vocab)).copy()
+
+    def clear(self) -> None:
+        """Forget every token."""
+        self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
+
+    def close(self) -> None:
+        """Free everything; may be called again. A decode that an exception left running is waited for."""
+        self._executor.shutdown()
+        if self._batch is not None:
+            self._lib.llama_batch_free(self._batch)
+        if self._context:
+            self._lib.llama_free(self._context)
+        if self._model:
+            self._lib.llama_model_free(self._model)
+        self._batch = self._context = self._model = None
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
