@@ -213,7 +213,9 @@ def similarity_matrix(cosine: pd.DataFrame, jaccard: pd.DataFrame) -> "Figure":
 
 def _matrix(axes: "Axes", values: np.ndarray, names: list[str]) -> None:
     axes.imshow(values, cmap="Blues", vmin=0, vmax=1.15)
-    slanted = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if max(map(len, names)) > 8 else {}
+    slanted: dict[str, Any] = (
+        {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if max(map(len, names)) > 8 else {}
+    )
     axes.set_xticks(range(len(names)), names, **slanted)
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(length=0)
