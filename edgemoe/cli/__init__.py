@@ -9,7 +9,9 @@ import sys
 import typer
 
 from edgemoe import __version__
+from edgemoe.cli.info import info
 from edgemoe.cli.stats import stats
+from edgemoe.cli.trace import trace
 from edgemoe.errors import UserError
 
 app = typer.Typer(
@@ -37,7 +39,7 @@ def root(
 
 
 # Verbs in the order in which a newcomer meets them.
-for verb in (stats,):
+for verb in (info, trace, stats):
     app.command()(verb)
 
 

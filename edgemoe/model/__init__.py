@@ -32,9 +32,10 @@ class Model:
 
     def expert_slices(self, layer: int, expert: int) -> list[ExpertSlice]:
         """Where the bytes of one expert lie, tensor by tensor; together `geometry.expert_bytes` of that layer."""
+        tensors = self.expert_tensors(layer)
         if not 0 <= expert < self.geometry.n_experts:
             raise UserError(f"{self.path}: no expert {expert}: it has {self.geometry.n_experts}, from 0")
-        slices = (slice_expert(t, expert, self.geometry.n_experts) for t in self.expert_tensors(layer))
+        slices = (slice_expert(tensor, expert, self.geometry.n_experts) for tensor in tensors)
         return [found for found in slices if found]
 
 

@@ -155,9 +155,12 @@ def _classify(entry: TensorEntry, file: int, facts: Facts) -> Tensor:
 
 def _block_part(name: str, entry: TensorEntry, facts: Facts) -> tuple[Part, str | None]:
     experts = _EXPERTS.fullmatch(name)
-    if experts and (entry.ne[-1] == facts.n_experts or facts.n_experts == 1):
+    if experts:
         projection, kind = experts.groups()
-        return Part.EXPERTS, projection if kind == "weight" else f"{projection}.{kind}"
+        if kind == "weight":
+            return Part.EXPERTS, projection
+        if entry.ne[-1] == facts.n_experts:
+            return Part.EXPERTS, f"{projection}.{kind}"
     stem = name.split(".")[0]
     if name.startswith("nextn."):
         return Part.UNUSED, None
