@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from edgemoe.errors import UserError
+from edgemoe.tracing.spool import Spool, spool_path
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,16 +98,23 @@ class Trace:
 def load_trace(path: str | Path) -> Trace:
     """Read a trace file: ours, the published format, or one with token-major float16 scores (said in its meta).
 
-    Raises `UserError` for a file that is missing, no archive, truncated, or without the two members of the format.
+    `OUT.partial`, the folder that a killed `edgemoe trace` leaves, is read as the partial trace that it is. Raises
+    `UserError` for a file that is missing, no archive, truncated, or without the two members of the format.
     """
     path = Path(path)
+    if path.is_dir():
+        spool = Spool.open(path)
+        members = spool.read()
+        return _assemble(path, members.pop("experts"), spool.full_meta(partial=True), members)
     try:
         with np.load(path, allow_pickle=False) as archive:
             members = {name: archive[name] for name in archive.files}
         meta = json.loads(str(members.pop("meta")))
         experts = members.pop("experts")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such trace file") from None
+        left = spool_path(path)
+        hint = f"; an interrupted run left {left.name}, which can be read" if left.is_dir() else ""
+        raise UserError(f"{path}: no such trace file{hint}") from None
     except KeyError as missing:
         raise UserError(f"{path}: not a trace file: it has no member {missing}") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:

@@ -1,0 +1,157 @@
+"""`edgemoe trace`: which experts a model's routers choose for a text, into a trace file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from edgemoe.tracing.capture import Report, Settings
+
+INTERRUPTED = 130
+FAILED_CHECK = 1
+
+
+def trace(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A Mixture-of-Experts GGUF file; any shard of a split one.")
+    ],
+    files: Annotated[
+        list[str],
+        typer.Option(
+            "-f",
+            "--file",
+            metavar="[DOMAIN=]FILE",
+            help="A UTF-8 text, and the domain that it stands for (its name, if none is given). May be given again.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The trace file to write, like code.npz.")],
+    ctx: Annotated[
+        int, typer.Option("--ctx", metavar="N", min=2, help="Tokens per window. The cache is cleared before each.")
+    ] = 512,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", metavar="N", min=1, help="At most so many tokens of each domain.")
+    ] = None,
+    n_gpu_layers: Annotated[
+        int, typer.Option("--n-gpu-layers", metavar="N", help="Layers to put on the GPU; -1 is all of them.")
+    ] = 0,
+    threads: Annotated[
+        int | None, typer.Option("--threads", metavar="N", min=1, help="CPU threads. Default: the physical cores.")
+    ] = None,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="One token at a time, as generation routes; slower than in batches.")
+    ] = False,
+    scores: Annotated[
+        bool,
+        typer.Option(
+            "--scores",
+            help="Also store the router's scores (float32: what selection ranks), so that policies can be replayed.",
+        ),
+    ] = False,
+    weights: Annotated[bool, typer.Option("--weights", help="Also store the mixing weights (float32).")] = False,
+    pregate: Annotated[
+        bool,
+        typer.Option("--pregate", help="Also store each router's scores one layer early: on the MoE input before it."),
+    ] = False,
+    layers: Annotated[
+        str | None,
+        typer.Option("--layers", metavar="N,N-N,...", help="Only these MoE layers, by the model's own numbering."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing OUT, once the new one is whole.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Record which experts fire: run texts through a model on llama.cpp and write a trace file.
+
+    Exit code 0 for a whole, sound trace; 1 if the trace fails its self-check; 130 if Ctrl-C or SIGTERM ended it
+    early. What was captured is kept in all three cases, and the file says which it is.
+    """
+    from edgemoe.progress import progress
+    from edgemoe.tracing.capture import Settings, capture
+    from edgemoe.tracing.texts import Source
+
+    settings = Settings(
+        n_ctx=ctx,
+        max_tokens=max_tokens,
+        decode=decode,
+        scores=scores,
+        weights=weights,
+        pregate=pregate,
+        layers=_layer_ids(layers),
+        n_gpu_layers=n_gpu_layers,
+        n_threads=threads,
+    )
+    _interrupt_on_sigterm()
+    report = capture(
+        model,
+        [Source.parse(text) for text in files],
+        out,
+        settings,
+        overwrite=overwrite,
+        watch=lambda total: progress("tracing", total, quiet=as_json),
+    )
+    if as_json:
+        _print_json(report)
+    else:
+        _print(report, settings)
+    if report.failures:
+        raise typer.Exit(FAILED_CHECK)
+    if report.partial:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _layer_ids(text: str | None) -> tuple[int, ...] | None:
+    """`0,3-5` as (0, 3, 4, 5)."""
+    from edgemoe.errors import UserError
+
+    if text is None:
+        return None
+    ids: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
+            raise UserError(f"--layers {text}: expected layer numbers and ranges, like 0,3-5")
+        ids.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(ids))
+
+
+def _interrupt_on_sigterm() -> None:
+    """A service manager's stop ends the run like Ctrl-C: what was captured is written."""
+    import signal
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def _print_json(report: Report) -> None:
+    import json
+
+    fields = {**vars(report), "path": report.path and str(report.path)}
+    print(json.dumps(fields))  # noqa: T201
+
+
+def _print(report: Report, settings: Settings) -> None:
+    from rich.console import Console
+
+    console = Console(soft_wrap=True, highlight=False)
+    if report.path is None:
+        console.print("interrupted before the first token: nothing was captured, nothing is left", markup=False)
+        return
+    stored = ", ".join(report.members)
+    how = "token by token" if settings.decode else "in batches"
+    console.print(
+        f"{report.path}: {report.n_tokens:,} tokens in {report.n_windows} windows {how}, {len(report.layers)} MoE "
+        f"layers, top-{report.top_k} of {report.n_experts} experts ({stored})",
+        markup=False,
+    )
+    if report.partial:
+        console.print(f"PARTIAL: interrupted after {report.n_tokens:,} of {report.planned_tokens:,} tokens")
+    for line in report.failures:
+        console.print(f"SELF-CHECK FAILED: {line}", markup=False)
+    if not report.failures:
+        console.print(f"self-check passed; next: edgemoe stats {report.path}", markup=False)

@@ -1,0 +1,41 @@
+"""Where a trace is to go: refuse what would lose something, before any work is done."""
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from edgemoe.errors import UserError
+from edgemoe.tracing.spool import Spool, spool_path
+
+
+def claim(out: Path, overwrite: bool) -> None:
+    """Raise `UserError` unless a trace can be written to `out`: a writable folder, nothing there that may not go."""
+    if out.is_dir():
+        raise UserError(f"{out}: a folder, expected a file name to write (like {out.name}.npz)")
+    if out.exists() and not overwrite:
+        raise UserError(f"{out}: exists already: choose another name, or give --overwrite")
+    spool = spool_path(out)
+    if spool.exists() and not overwrite:
+        raise UserError(
+            f"{spool}: what an interrupted run captured (or one that is running): "
+            "read it or move it away, or give --overwrite"
+        )
+    if not out.parent.is_dir():
+        raise UserError(f"{out}: no folder {out.parent}: make it first")
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise UserError(f"{out}: the folder {out.parent} cannot be written to")
+
+
+def prepare(
+    out: Path, overwrite: bool, layers: Sequence[int], widths: Mapping[str, int], meta: dict[str, Any]
+) -> Spool:
+    """Make the spool of a trace to `out`, in place of one that an earlier run left if `overwrite`."""
+    path = spool_path(out)
+    try:
+        if overwrite and path.is_dir():
+            shutil.rmtree(path)
+        return Spool.create(path, layers, widths, meta)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None

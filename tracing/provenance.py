@@ -1,0 +1,76 @@
+"""What a trace says about where it comes from: model, software, texts, settings."""
+
+import ctypes
+import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgemoe import __version__
+from edgemoe.llamacpp.graph import Router
+from edgemoe.llamacpp.header import read_header
+from edgemoe.llamacpp.libraries import ggml_base, llama
+from edgemoe.llamacpp.session import Session
+from edgemoe.model import Model
+from edgemoe.tracing.texts import Text
+
+if TYPE_CHECKING:
+    from edgemoe.tracing.capture import Settings
+
+
+def header_fingerprint(path: Path) -> str:
+    """SHA-256 of a GGUF file up to its tensor data: hyperparameters, vocabulary, names, types and places of tensors."""
+    with path.open("rb") as file:
+        return hashlib.sha256(file.read(read_header(path).data_offset)).hexdigest()
+
+
+def llama_cpp_build() -> dict[str, str]:
+    """The llama.cpp that ran: package version, ggml version and commit, instruction sets."""
+    library = ggml_base()
+    said = {"package": importlib.metadata.version("llama-cpp-python")}
+    for name in ("ggml_version", "ggml_commit"):
+        function = getattr(library, name)
+        function.restype, function.argtypes = ctypes.c_char_p, ()
+        said[name] = function().decode()
+    return {**said, "system": llama().llama_print_system_info().decode().strip()}
+
+
+def provenance(
+    model: Model, session: Session, texts: Sequence[Text], settings: "Settings", routers: Sequence[Router]
+) -> dict[str, Any]:
+    """The trace file's `meta`, less what only the end of the run knows. The first keys are the published format's."""
+    top_k = [router.top_k for router in routers]
+    return {
+        "model": model.geometry.name,
+        "top_k": max(top_k),
+        "k": max(top_k),
+        "num_experts": max(router.n_experts for router in routers),
+        "n_moe_layers": len(routers),
+        "source": f"edgemoe {__version__} trace (llama.cpp eval callback, weights untouched)",
+        "layer_top_k": top_k,
+        "model_file": model.files[0].name,
+        "model_description": session.description,
+        "architecture": model.geometry.architecture,
+        "header_sha256": [header_fingerprint(file) for file in model.files],
+        "llama_cpp": llama_cpp_build(),
+        "texts": [
+            {
+                "domain": text.source.domain,
+                "file": text.source.path.name,
+                "sha256": text.sha256,
+                "tokens": len(text.tokens),
+            }
+            for text in texts
+        ],
+        "bos": session.bos,
+        "settings": {
+            **dataclasses.asdict(settings),
+            "n_threads": session.n_threads,
+            "n_batch": session.n_batch,
+            "n_ubatch": session.n_ubatch,
+        },
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
