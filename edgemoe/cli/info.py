@@ -93,12 +93,17 @@ def _routing(g: "ModelGeometry") -> list[str]:
     rules = [f"{g.gating} gating"]
     rules += ["selection bias"] if g.selection_bias else []
     rules += [f"{g.expert_groups_used} of {g.expert_groups} groups"] if g.expert_groups else []
-    rules += [f"{g.n_shared_experts} shared"] if g.n_shared_experts else []
+    rules += (
+        [f"{g.n_shared_experts} shared {'expert' if g.n_shared_experts == 1 else 'experts'}"]
+        if g.n_shared_experts
+        else []
+    )
     sizes = list(g.expert_sizes)
     size = format_bytes(sizes[0]) if len(sizes) == 1 else f"{format_bytes(sizes[0])} to {format_bytes(sizes[-1])}"
     merged = ", gate and up merged" if g.merged_gate_up else ""
     return [
-        f"{moe} · {g.n_experts} experts, {top_k} · {', '.join(rules)}",
+        f"{moe} · {g.n_experts} experts, {top_k}" + (f" · {rules[0]}" if len(rules) == 1 else ""),
+        *([", ".join(rules)] if len(rules) > 1 else []),
         f"an expert: {g.d_model:,} × {g.d_expert:,} in {' + '.join(g.expert_types)}, {size}{merged}",
     ]
 

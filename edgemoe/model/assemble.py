@@ -82,8 +82,6 @@ def _check(where: str, facts: Facts, experts: Sequence[Tensor]) -> None:
             f"{where}: it has tensors of experts, but says {facts.n_experts} experts and top-k {max(top_k)}: "
             "convert the model again"
         )
-    if isinstance(facts.top_k, Sequence) and len(facts.top_k) <= max(t.layer or 0 for t in experts):
-        raise UserError(f"{where}: top-k is given for {len(facts.top_k)} layers only: convert the model again")
     for tensor in experts:
         rows = tensor.nbytes // facts.n_experts * facts.n_experts if tensor.expert is None else tensor.nbytes
         if rows != tensor.nbytes or (tensor.expert or 0) >= facts.n_experts:

@@ -12,6 +12,7 @@ from edgemoe.model.tensors import Part, Tensor
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(\w+)")
+_MAX_LAYERS = 4096  # llama.cpp takes 512
 
 # gguf's numbering of gating functions, and what architectures that do not state theirs use in llama.cpp.
 _GATING = {1: "softmax", 2: "sigmoid", 3: "softmax of the chosen", 4: "sqrt-softplus"}
@@ -79,9 +80,9 @@ def _facts(header: Header) -> Facts:
         return _number(header, f"{architecture}.{key}", default)
 
     blocks = number("block_count")
-    if not blocks:
-        raise UserError(f"{header.path}: a GGUF file without layers ({architecture}): not a language model")
     n_layers = blocks - number("nextn_predict_layers")
+    if not 0 < n_layers <= blocks <= _MAX_LAYERS:
+        raise UserError(f"{header.path}: says it has {n_layers} layers ({architecture}): not a language model")
     heads = _per_layer(header, f"{architecture}.attention.head_count", blocks)
     d_head = number("embedding_length") // max(heads[0], 1)
     stated = number("expert_gating_func") or _UNSTATED_GATING.get(architecture, 1)
@@ -190,8 +191,10 @@ def _number(header: Header, key: str, default: int) -> int:
 def _per_layer(header: Header, key: str, n_layers: int, default: Sequence[int] = ()) -> list[int]:
     """A value that files give once or per layer, as one per layer."""
     value = header.values.get(key)
-    if isinstance(value, list):
-        return [int(v) for v in value]
     if value is None and default:
         return list(default)
-    return [_number(header, key, 0)] * n_layers
+    if not isinstance(value, list):
+        return [_number(header, key, 0)] * n_layers
+    if len(value) < n_layers or not all(isinstance(v, int) and v >= 0 for v in value):
+        raise UserError(f"{header.path}: {key} is not a count for each of {n_layers} layers: convert the model again")
+    return [int(v) for v in value]

@@ -20,6 +20,24 @@ from edgemoe.progress import Advance, no_progress
 ARCHITECTURES = ("olmoe", "qwen3moe", "deepseek2", "llama")
 _GATING = {"softmax": gguf.ExpertGatingFuncType.SOFTMAX, "sigmoid": gguf.ExpertGatingFuncType.SIGMOID}
 
+# The geometry of a model that people really run, with the types of its usual four-bit file.
+QWEN3_30B_A3B: dict[str, Any] = {
+    "arch": "qwen3moe",
+    "n_layers": 48,
+    "n_experts": 128,
+    "top_k": 8,
+    "d_model": 2048,
+    "d_expert": 768,
+    "d_dense": 6144,
+    "n_heads": 32,
+    "n_kv_heads": 4,
+    "head_dim": 128,
+    "n_vocab": 151_936,
+    "n_ctx": 40_960,
+    "expert_type": "Q4_K",
+    "dense_type": "Q8_0",
+}
+
 
 @dataclass(frozen=True)
 class Synthetic:

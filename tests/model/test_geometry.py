@@ -217,7 +217,9 @@ def test_layers_may_be_quantised_differently(tmp_path: Path) -> None:
 
 
 HOSTILE = {
-    "no architecture": ({}, "without layers"),
+    "no layers": ({}, "says it has 0 layers"),
+    "absurdly many": ({"olmoe.block_count": 2**32 - 1}, "says it has 4294967295 layers"),
+    "only prediction layers": ({"olmoe.block_count": 1, "olmoe.nextn_predict_layers": 2}, "says it has -1 layers"),
     "count is text": ({"olmoe.block_count": "four"}, "expected a count"),
     "experts unstated": ({"olmoe.block_count": 1}, "0 experts"),
     "more chosen than there are": (
@@ -226,7 +228,7 @@ HOSTILE = {
     ),
     "top-k for too few layers": (
         {"olmoe.block_count": 3, "olmoe.expert_count": 4, "olmoe.expert_used_count": [2]},
-        "top-k is given for 1 layers only",
+        "not a count for each of 3 layers",
     ),
     "negative": ({"olmoe.block_count": 1, "olmoe.expert_count": -1.0}, "expected a count"),
 }
