@@ -1,0 +1,192 @@
+"""The compiled policy against the plain reading of Algorithm 1, decision for decision, on adversarial input."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from policy_reference import Layer
+
+from edgemoe.policy import LogicalCache, Policy
+
+VOCABULARY = 5
+
+
+@st.composite
+def policies(draw, k, capacity):
+    routing = draw(st.sampled_from(["exact", "cache-prior", "cache-prior", "speculative", "tau"]))
+    kinds = {"speculative": ["pre-gate"]}.get(routing, ["none", "pre-gate", "pre-gate", "token-prior"])
+    prefetch = draw(st.sampled_from(kinds))
+    fields = {
+        "routing": routing,
+        "prefetch": prefetch,
+        "eviction": draw(st.sampled_from(["lru", "lfu", "static", "score"])),
+    }
+    if prefetch != "none":
+        fields["window"] = draw(st.integers(1, capacity))
+        fields["budget"] = draw(st.one_of(st.integers(0, fields["window"]), st.just("unbounded")))
+    if prefetch == "pre-gate":
+        fields["gate"] = draw(st.sampled_from(["none", "predicted"]))
+    if routing == "tau":
+        fields["tau"] = draw(st.sampled_from([0.1, 0.5, 0.7, 0.99]))
+    if routing == "cache-prior":
+        fields["top_j"] = draw(st.integers(0, k))
+    if routing == "cache-prior" or fields.get("gate") == "predicted":
+        fields["lam"] = draw(st.sampled_from([0.0, 0.1, 0.2, 1.0, 100.0]))
+        fields["scale"] = draw(st.sampled_from(["fixed", "running"]))
+    fields["elide"] = draw(st.sampled_from([0.0, 0.0, 0.02, 0.4]))
+    return Policy(**fields)
+
+
+@st.composite
+def cases(draw):
+    n_experts = draw(st.integers(1, 12))
+    k = draw(st.integers(1, n_experts))
+    capacity = draw(st.one_of(st.just(k), st.just(n_experts), st.integers(k, n_experts)))
+    policy = draw(policies(k, capacity))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shape = (2, draw(st.integers(1, 12)), n_experts)  # [L, T, E]
+    kind = draw(st.sampled_from(["smooth", "ties", "equal", "masked"]))
+    scores = rng.normal(size=shape).astype(np.float32)
+    pregate = (scores + rng.normal(scale=0.5, size=shape)).astype(np.float32)
+    if kind != "smooth":
+        scores, pregate = np.round(scores), np.round(pregate)
+    if kind == "equal":
+        scores[:] = 0
+    if kind == "masked":
+        scores[rng.random(shape) < 0.4] = -np.inf
+        pregate[rng.random(shape) < 0.4] = -np.inf
+    return {
+        "policy": policy,
+        "k": k,
+        "capacity": capacity,
+        "scores": scores,
+        "pregate": pregate,
+        "delta": rng.uniform(0.1, 3, size=2).astype(np.float32),
+        "warm": np.array([rng.permutation(n_experts)[: draw(st.integers(0, n_experts))] for _ in range(1)] * 2),
+        "prior": rng.random((2, VOCABULARY, n_experts)).astype(np.float32) if draw(st.booleans()) else None,
+        "tokens": rng.integers(0, VOCABULARY, size=shape[1]),
+        "resets": rng.random(shape[1]) < 0.1,
+    }
+
+
+def pair(case):
+    """The compiled cache and one reference layer for each of its layers."""
+    policy, k, capacity, warm, prior = (case[x] for x in ("policy", "k", "capacity", "warm", "prior"))
+    n_layers, _, n_experts = case["scores"].shape
+    cache = LogicalCache(
+        policy,
+        n_layers=n_layers,
+        n_experts=n_experts,
+        top_k=k,
+        capacity=capacity,
+        delta=case["delta"],
+        warm=warm,
+        prior=prior,
+    )
+    layers = [
+        Layer(policy, n_experts, k, capacity, case["delta"][i], warm[i].tolist(), None if prior is None else prior[i])
+        for i in range(n_layers)
+    ]
+    return cache, layers
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_decides_what_the_plain_reading_decides(case):
+    cache, layers = pair(case)
+    for t, token in enumerate(case["tokens"]):
+        if case["resets"][t]:
+            cache.reset()
+            for layer in layers:
+                layer.reset()
+        cache.begin_token(token)
+        for i, layer in enumerate(layers):
+            layer.begin(token)
+            z, g = case["scores"][i, t], case["pregate"][i, t]
+            if i > 0:  # the first MoE layer has no pre-gate
+                assert cache.prefetch(i, g) == layer.part1(g)
+            executed, copies = layer.part2(z)
+            selection = cache.select(i, z)
+            assert selection.experts == executed
+            assert selection.copies == copies
+            assert cache.resident(i) == sorted(layer.slot, key=layer.slot.get)
+            assert np.array_equal(cache.state.fast[i], layer.fast)
+            assert np.array_equal(cache.state.slow[i], layer.slow)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_layers_in_any_interleaving_decide_the_same(case):
+    """A chunk of tokens goes layer by layer, generation token by token: the decisions must not differ."""
+    case["resets"][:] = False
+    by_token, _ = pair(case)
+    by_layer, _ = pair(case)
+    n_layers, n_tokens, _ = case["scores"].shape
+    decided = {}
+    for t in range(n_tokens):
+        by_token.begin_token(case["tokens"][t])
+        for i in range(n_layers):
+            decided[i, t] = by_token.prefetch(i, case["pregate"][i, t]), by_token.select(i, case["scores"][i, t])
+    for i in range(n_layers):
+        for t in range(n_tokens):
+            by_layer.begin_token(case["tokens"][t])
+            step = by_layer.prefetch(i, case["pregate"][i, t]), by_layer.select(i, case["scores"][i, t])
+            assert step == decided[i, t]
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_copies_keep_the_slots_a_bijection(case):
+    cache, _ = pair(case)
+    holds = [dict(enumerate(cache.resident(i))) for i in range(2)]
+    for t, token in enumerate(case["tokens"]):
+        cache.begin_token(token)
+        for i in range(2):
+            prefetched = cache.prefetch(i, case["pregate"][i, t])
+            assert len(prefetched) <= case["policy"].insertions
+            experts, demanded = cache.select(i, case["scores"][i, t])
+            for expert, slot in [*prefetched, *demanded]:
+                holds[i][slot] = expert
+            assert sorted(holds[i]) == list(range(case["capacity"]))
+            assert [holds[i][slot] for slot in range(case["capacity"])] == cache.resident(i)
+            assert set(experts) <= set(cache.resident(i))
+            assert len(set(experts)) == len(experts) <= case["k"]
+            if not case["policy"].elide:
+                assert len(experts) == case["k"]
+
+
+def test_a_snapshot_of_the_block_restores_every_decision():
+    rng = np.random.default_rng(1)
+    scores = rng.normal(size=(40, 16)).astype(np.float32)
+    cache = LogicalCache(
+        Policy(routing="cache-prior", lam=0.5, eviction="score", scale="running"),
+        n_layers=1,
+        n_experts=16,
+        top_k=4,
+        capacity=6,
+    )
+
+    def run(rows):
+        out = []
+        for z in rows:
+            cache.begin_token()
+            out.append(cache.select(0, z))
+        return out
+
+    run(scores[:20])
+    snapshot = cache.block.copy()
+    first = run(scores[20:])
+    assert any(selection.copies for selection in first)
+    cache.block[:] = snapshot
+    assert run(scores[20:]) == first
+
+
+def test_selecting_twice_for_one_token_is_an_error():
+    cache = LogicalCache(Policy(), n_layers=2, n_experts=4, top_k=1, capacity=2)
+    with pytest.raises(RuntimeError, match="begin_token"):
+        cache.select(0, np.zeros(4))
+    cache.begin_token()
+    cache.select(0, np.zeros(4))
+    cache.select(1, np.zeros(4))
+    with pytest.raises(RuntimeError, match="begin_token"):
+        cache.select(0, np.zeros(4))
