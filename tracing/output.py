@@ -1,7 +1,7 @@
 """Where a trace is to go: refuse what would lose something, before any work is done."""
 
-import os
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from edgemoe.tracing.spool import Spool, spool_path
 def claim(out: Path, overwrite: bool) -> None:
     """Raise `UserError` unless a trace can be written to `out`: a writable folder, nothing there that may not go."""
     if out.is_dir():
-        raise UserError(f"{out}: a folder, expected a file name to write (like {out.name}.npz)")
+        raise UserError(f"{out}: a folder, expected a file to write, like {out / 'trace.npz'}")
     if out.exists() and not overwrite:
         raise UserError(f"{out}: exists already: choose another name, or give --overwrite")
     spool = spool_path(out)
@@ -24,8 +24,11 @@ def claim(out: Path, overwrite: bool) -> None:
         )
     if not out.parent.is_dir():
         raise UserError(f"{out}: no folder {out.parent}: make it first")
-    if not os.access(out.parent, os.W_OK | os.X_OK):
-        raise UserError(f"{out}: the folder {out.parent} cannot be written to")
+    try:
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"{out}: the folder {out.parent} cannot be written to ({error.strerror})") from None
 
 
 def prepare(

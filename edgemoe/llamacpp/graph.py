@@ -29,7 +29,7 @@ class Node:
     def name(self) -> str:
         """Its name without the prefix and suffix that copies between backends carry (`CUDA0#name#0`)."""
         name = self.tensor.name.decode(errors="replace")
-        return name.split("#")[1] if name.count("#") >= 2 else name
+        return name.split("#")[1] if "#" in name else name
 
     @property
     def stem(self) -> str:

@@ -69,9 +69,9 @@ def _find(tensor: int, state: np.ndarray) -> int:
     start, end, dash = 0, 0, -1
     while end < MAX_NAME and name[end] != 0:
         if name[end] == _PREFIX_MARK:
-            if dash > start:  # the mark after the name
+            if start > 0:  # the mark after the name
                 break
-            start = end + 1
+            start, dash = end + 1, -1
         elif name[end] == _DASH:
             dash = end
         end += 1
@@ -113,6 +113,8 @@ def _copy(tensor: int, index: int, state: np.ndarray) -> None:
         state[ERROR] = ERROR_TYPE
         return
     rows = inner * outer
+    if rows == 0:
+        return
     if tap[FILLED] + rows > tap[CAPACITY]:
         state[ERROR] = ERROR_OVERFLOW
         return
