@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 
 from edgemoe.errors import UserError
+from edgemoe.tracing.selfcheck import failures
 from edgemoe.tracing.tracefile import Trace, save_trace
 
 MAGIC = b"MOETRACE"
 VERSION = 1
 END = 0xFFFFFFFF  # in place of a window number: the trace is complete
+_TEXTS = ("model", "text", "architecture", "llama_cpp")
+_SETTINGS = ("n_ctx", "n_ubatch", "n_threads", "n_gpu_layers", "decode")
 _PAIR = struct.Struct("<II")
 
 
@@ -25,7 +28,7 @@ def read_native(path: str | Path) -> Trace:
 
     A file without its end record (the run was interrupted, or killed in the middle of a record) gives the whole
     records before, and `meta["partial"]` is true. Raises `UserError` for a missing file, another format or version,
-    no whole record, or contents that contradict the header.
+    no whole record, contents that contradict the header, or routing that fails the self-check of every trace.
     """
     path = Path(path)
     try:
@@ -54,16 +57,19 @@ def read_native(path: str | Path) -> Trace:
             experts[layer, done : done + count, :k] = block
             offset += block.nbytes
         done += count
-    _check_ids(path, experts, top_k, header["num_experts"])
+    wrong = failures(experts, header["num_experts"], np.array(windows), header["layers"])
+    if wrong:
+        raise UserError(f"{path}: not a router's trace: {wrong[0]}; trace again")
+    domain = Path(header["text"]).stem
     return Trace(
         experts=experts,
         n_experts=header["num_experts"],
         layers=np.array(header["layers"], dtype=np.int32),
         windows=np.array(windows, dtype=np.int64),
-        domains=(Path(header["text"]).stem,) * len(windows),
+        domains=(domain,) * len(windows),
         name=path.name.removesuffix(".moetrace"),
         tokens=tokens,
-        meta={**header, "tool": "llama-moe-trace", "partial": not complete},
+        meta=_meta(header, domain, n_tokens, len(windows), partial=not complete),
     )
 
 
@@ -91,15 +97,25 @@ def _header(path: Path, data: bytes) -> tuple[dict[str, Any], int]:
     start = len(MAGIC) + _PAIR.size
     try:
         header = json.loads(data[start : start + size].decode("utf-8", "replace"))
-        top_k, layers, n_experts = header["top_k"], header["layers"], header["num_experts"]
-        sound = (
-            len(top_k) == len(layers) > 0 and all(0 < k <= n_experts for k in top_k) and isinstance(header["text"], str)
-        )
+        sound = _is_sound(header)
     except (ValueError, KeyError, TypeError):
         sound = False
     if not sound:
         raise UserError(f"{path}: its header is damaged: trace again")
     return header, start + size
+
+
+def _is_sound(header: Any) -> bool:
+    """Whether the header has every member, of a type and size that the records can be read by."""
+    top_k, layers, n_experts = header["top_k"], header["layers"], header["num_experts"]
+    numbers = [n_experts, *top_k, *layers, *([] if header["bos"] is None else [header["bos"]])]
+    return (
+        all(type(number) is int for number in numbers)
+        and len(top_k) == len(layers) > 0
+        and all(0 < k <= n_experts for k in top_k)
+        and all(isinstance(header[name], str) for name in _TEXTS)
+        and all(name in header for name in _SETTINGS)
+    )
 
 
 def _records(path: Path, data: bytes, at: int, slots: int) -> tuple[list[tuple[int, int, int]], bool]:
@@ -120,13 +136,26 @@ def _records(path: Path, data: bytes, at: int, slots: int) -> tuple[list[tuple[i
     return spans, False
 
 
-def _check_ids(path: Path, experts: np.ndarray, top_k: list[int], n_experts: int) -> None:
-    for layer, k in zip(experts, top_k, strict=True):
-        ids = np.sort(layer[:, :k], axis=1)
-        if ids.min() < 0 or ids.max() >= n_experts or (np.diff(ids, axis=1) == 0).any():
-            raise UserError(
-                f"{path}: damaged: expert ids repeated within a token, or not below {n_experts}; trace again"
-            )
+def _meta(header: dict[str, Any], domain: str, n_tokens: int, n_windows: int, partial: bool) -> dict[str, Any]:
+    """What `edgemoe trace` would say of the same run, as far as the native tool knows it."""
+    in_text = n_tokens - (n_windows if header["bos"] is not None else 0)
+    return {
+        "model": Path(header["model"]).name.removesuffix(".gguf"),
+        "top_k": max(header["top_k"]),
+        "k": max(header["top_k"]),
+        "num_experts": header["num_experts"],
+        "n_moe_layers": len(header["layers"]),
+        "source": "llama-moe-trace (llama.cpp eval callback, weights untouched)",
+        "layer_top_k": header["top_k"],
+        "model_file": Path(header["model"]).name,
+        "architecture": header["architecture"],
+        "llama_cpp": {"llama_version": header["llama_cpp"]},
+        "texts": [{"domain": domain, "file": Path(header["text"]).name, "tokens": in_text}],
+        "bos": header["bos"],
+        "settings": {name: header[name] for name in _SETTINGS},
+        "partial": partial,
+        "self_check": "passed",
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,7 +5,9 @@
 // inside llama.cpp (patches/llama-moe-trace.patch) and against any installed libllama of the same version.
 // The output format is described in patches/README.md.
 
+#include "text-windows.h"
 #include "topk-tap.h"
+#include "trace-file.h"
 
 #include "ggml.h"
 #include "llama.h"
@@ -15,6 +17,7 @@
 #include <chrono>
 #include <climits>
 #include <csignal>
+#include <cstdarg>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -23,12 +26,25 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 namespace {
 
+constexpr size_t MIN_TOKENS = 32; // less says nothing about routing
+
 volatile std::sig_atomic_t interrupted = 0;
+
+// Ends the run with one line on stderr and exit code 2.
+[[noreturn, gnu::format(printf, 1, 2)]] void fail(const char * format, ...) {
+    char line[2048];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(line, sizeof line, format, args);
+    va_end(args);
+    throw std::runtime_error(line);
+}
 
 // ---- the command line ----
 
@@ -41,16 +57,16 @@ const char * const USAGE =
     "  -f FILE          the text to run through it\n"
     "  -o FILE          the trace to write; must not exist\n"
     "  --ctx N          tokens per window; the cache is cleared between windows (default 512)\n"
-    "  --max-tokens N   stop after N tokens (default: the whole text)\n"
+    "  --max-tokens N   only the first N tokens of the text (default: all)\n"
     "  --decode         one token at a time, as generation routes, instead of in batches\n"
-    "  -t N             threads (default: llama.cpp's)\n"
+    "  -t N             threads (default: all that this machine has)\n"
     "  -ngl N           layers on the GPU, -1 for all (default 0)\n";
 
 struct options {
     std::string model, input, output;
     int  ctx        = 512;
     int  max_tokens = INT_MAX;
-    int  threads    = llama_context_default_params().n_threads;
+    int  threads    = std::max(1, (int) std::thread::hardware_concurrency());
     int  gpu_layers = 0;
     bool decode     = false;
 };
@@ -117,6 +133,10 @@ std::string read_text(const std::string & path) {
     if (content.size() > INT_MAX) {
         fail("%s: %zu bytes; a text may have at most %d", path.c_str(), content.size(), INT_MAX);
     }
+    const size_t broken = not_utf8(content);
+    if (broken != std::string::npos) {
+        fail("%s: not UTF-8 text (byte %zu): convert it first", path.c_str(), broken);
+    }
     return content;
 }
 
@@ -134,97 +154,21 @@ bool on_node(ggml_tensor * t, bool ask, void * user) {
     return !interrupted && listener.failure.empty(); // false ends the graph early; the call is then thrown away
 }
 
-// ---- the trace file ----
-
-std::string quoted(const std::string & value) {
-    std::string out = "\"";
-    for (const unsigned char c : value) {
-        char escaped[8] = {(char) c};
-        if (c == '"' || c == '\\' || c < 0x20) {
-            snprintf(escaped, sizeof escaped, "\\u%04x", c);
-        }
-        out += escaped;
-    }
-    return out + "\"";
-}
-
-struct writer {
-    std::string path;
-    FILE *   file;
-    bool     begun = false;
-    uint32_t total = 0; // tokens
-
-    // Opened before the model loads: an unwritable output must not cost minutes.
-    explicit writer(const std::string & path) : path(path), file(fopen(path.c_str(), "wbx")) {
-        if (!file) {
-            fail("%s: cannot write (%s)", path.c_str(), strerror(errno));
-        }
-    }
-
-    ~writer() {
-        fclose(file);
-        if (!begun) {
-            std::remove(path.c_str());
-        }
-    }
-
-    void put(const void * data, size_t size) {
-        if (fwrite(data, 1, size, file) != size) {
-            fail("%s: cannot write (%s)", path.c_str(), strerror(errno));
-        }
-    }
-
-    void put(uint32_t value) { put(&value, sizeof value); }
-
-    void header(const std::string & json) {
-        put("MOETRACE", 8);
-        put(1); // version
-        put((uint32_t) json.size());
-        put(json.data(), json.size());
-        begun = true;
-    }
-
-    // Flushed as one: whatever ends the run, the file holds whole records up to then.
-    void record(uint32_t window, const llama_token * tokens, int count, const tap & listener) {
-        put(window);
-        put((uint32_t) count);
-        put(tokens, count * sizeof *tokens);
-        for (const auto & entry : listener.layers) {
-            put(entry.second.experts.data(), entry.second.experts.size() * sizeof(int16_t));
-        }
-        total += count;
-        flush();
-    }
-
-    void end() {
-        put(UINT32_MAX);
-        put(total);
-        flush();
-    }
-
-    void flush() {
-        if (fflush(file) != 0) {
-            fail("%s: cannot write (%s)", path.c_str(), strerror(errno));
-        }
-    }
-};
-
 // ---- the run ----
 
-// llama.cpp's own messages: only the last error is kept, to explain a failure in the one line that we print.
-std::string last_error;
+// llama.cpp's own messages: only its first complaint is kept, to explain a failure in the one line that we print.
+std::string complaint;
 
-void keep_error(ggml_log_level level, const char * message, void *) {
-    if (level == GGML_LOG_LEVEL_ERROR) {
-        last_error = message;
-        last_error.erase(last_error.find_last_not_of(" \r\n") + 1);
-        std::replace(last_error.begin(), last_error.end(), '\n', ' ');
+void keep_complaint(ggml_log_level level, const char * message, void *) {
+    if (level == GGML_LOG_LEVEL_ERROR && complaint.empty()) {
+        const char * const colon = std::strstr(message, ": "); // after it the text, before it the C function
+        complaint = colon ? colon + 2 : message;
+        complaint.resize(std::min(complaint.find('\n'), complaint.size()));
     }
 }
 
 using model_ptr   = std::unique_ptr<llama_model, void (*)(llama_model *)>;
 using context_ptr = std::unique_ptr<llama_context, void (*)(llama_context *)>;
-using token_list  = std::vector<llama_token>;
 
 std::string metadata(const llama_model * model, const std::string & key) {
     char value[256];
@@ -238,15 +182,14 @@ llama_token bos_of(const llama_model * model) {
 }
 
 model_ptr load(const options & opt) {
-    std::unique_ptr<FILE, int (*)(FILE *)> file(fopen(opt.model.c_str(), "rb"), fclose);
-    if (!file) {
-        fail("%s: cannot read the model (%s)", opt.model.c_str(), strerror(errno));
+    if (opt.gpu_layers != 0 && !llama_supports_gpu_offload()) {
+        fail("this llama.cpp was built without GPU support: leave out -ngl, or build one that has it");
     }
     llama_model_params params = llama_model_default_params();
     params.n_gpu_layers = opt.gpu_layers;
     model_ptr model(llama_model_load_from_file(opt.model.c_str(), params), llama_model_free);
     if (!model) {
-        fail("%s: llama.cpp cannot load this model (%s)", opt.model.c_str(), last_error.c_str());
+        fail("%s: llama.cpp cannot load this model (%s)", opt.model.c_str(), complaint.c_str());
     }
     return model;
 }
@@ -257,65 +200,51 @@ int count_experts(const options & opt, const llama_model * model) {
     if (count == 0) {
         fail("%s is a dense model (%s): it has no experts to trace", opt.model.c_str(), architecture.c_str());
     }
-    if (count > INT16_MAX) {
-        fail("%s has %d experts; at most %d fit a trace", opt.model.c_str(), count, INT16_MAX);
-    }
     return count;
 }
 
 context_ptr open_context(const options & opt, llama_model * model, tap & listener) {
     llama_context_params params = llama_context_default_params();
     params.n_ctx = params.n_batch = opt.ctx;
-    params.n_ubatch = std::min(params.n_batch, params.n_ubatch);
+    params.n_ubatch = std::min(params.n_batch, 512u); // as `edgemoe trace`: results depend on it
     params.n_threads = params.n_threads_batch = opt.threads;
     params.cb_eval = on_node;
     params.cb_eval_user_data = &listener;
     context_ptr context(llama_init_from_model(model, params), llama_free);
     if (!context) {
-        fail("%s: llama.cpp cannot open a context of %d tokens (%s)", opt.model.c_str(), opt.ctx, last_error.c_str());
+        fail("%s: llama.cpp cannot open a context of %d tokens (%s)", opt.model.c_str(), opt.ctx, complaint.c_str());
     }
     return context;
 }
 
+// Plain text: no special token is read out of it, and BOS is not added here.
 token_list tokenize(const options & opt, const llama_model * model, const std::string & content) {
     const llama_vocab * vocab = llama_model_get_vocab(model);
     const int size = (int) content.size();
     token_list tokens(std::max(0, -llama_tokenize(vocab, content.data(), size, nullptr, 0, false, false)));
     llama_tokenize(vocab, content.data(), size, tokens.data(), (int) tokens.size(), false, false);
-    if (tokens.empty()) {
-        fail("%s: no text in it to trace", opt.input.c_str());
+    tokens.resize(std::min(tokens.size(), (size_t) opt.max_tokens));
+    if (tokens.size() < MIN_TOKENS) {
+        fail("%s: text too short: %zu tokens, at least %zu are needed", opt.input.c_str(), tokens.size(), MIN_TOKENS);
     }
     return tokens;
 }
 
-// Windows of at most `ctx` tokens, each with its BOS where the model wants one; a partial last window is kept.
-std::vector<token_list> cut(const token_list & text, const options & opt, llama_token bos) {
-    std::vector<token_list> windows;
-    int64_t left = opt.max_tokens;
-    for (auto at = text.begin(); at != text.end() && left > 0; left -= (int64_t) windows.back().size()) {
-        windows.emplace_back(bos == LLAMA_TOKEN_NULL ? 0 : 1, bos);
-        token_list & window = windows.back();
-        const int64_t room = std::min<int64_t>(opt.ctx, left) - (int64_t) window.size();
-        const auto end = at + std::min<int64_t>(room, text.end() - at);
-        window.insert(window.end(), at, end);
-        at = end;
-    }
-    return windows;
-}
-
-std::string describe(const options & opt, const llama_model * model, const tap & listener) {
+json_object describe(const options & opt, const llama_model * model, const llama_context * context,
+                     const tap & listener) {
     std::string layers, top_k;
     for (const auto & entry : listener.layers) {
         layers += (layers.empty() ? "" : ",") + std::to_string(entry.first);
         top_k += (top_k.empty() ? "" : ",") + std::to_string(entry.second.k);
     }
-    return "{\"model\":" + quoted(opt.model) + ",\"architecture\":" + quoted(metadata(model, "general.architecture")) +
-           ",\"text\":" + quoted(opt.input) + ",\"llama_cpp\":" + quoted(llama_version()) +
-           ",\"num_experts\":" + std::to_string(listener.n_experts) + ",\"layers\":[" + layers + "],\"top_k\":[" +
-           top_k + "],\"ctx\":" + std::to_string(opt.ctx) +
-           ",\"bos\":" + (bos_of(model) == LLAMA_TOKEN_NULL ? "false" : "true") +
-           ",\"decode\":" + (opt.decode ? "true" : "false") + ",\"threads\":" + std::to_string(opt.threads) +
-           ",\"n_gpu_layers\":" + std::to_string(opt.gpu_layers) + "}";
+    const llama_token bos = bos_of(model);
+    json_object about;
+    about.string("model", opt.model).string("text", opt.input);
+    about.string("architecture", metadata(model, "general.architecture")).string("llama_cpp", llama_version());
+    about.number("num_experts", listener.n_experts).raw("layers", "[" + layers + "]").raw("top_k", "[" + top_k + "]");
+    about.raw("bos", bos == LLAMA_TOKEN_NULL ? "null" : std::to_string(bos));
+    about.number("n_ctx", opt.ctx).number("n_ubatch", llama_n_ubatch(context)).number("n_threads", opt.threads);
+    return about.number("n_gpu_layers", opt.gpu_layers).raw("decode", opt.decode ? "true" : "false");
 }
 
 // One call of llama_decode, with the logits of every token asked for: otherwise the last layer skips the others.
@@ -336,13 +265,16 @@ bool decode(llama_context * context, llama_batch & batch, const llama_token * to
         return false;
     }
     if (status != 0) {
-        fail("llama.cpp cannot decode token %d of a window (code %d: %s)", position, status, last_error.c_str());
+        fail("llama.cpp cannot decode token %d of a window (code %d: %s)", position, status, complaint.c_str());
     }
-    listener.finish();
+    const std::string failure = listener.finish();
+    if (!failure.empty()) {
+        fail("%s: this model on llama.cpp %s is not supported", failure.c_str(), llama_version());
+    }
     return true;
 }
 
-void trace(const options & opt, const llama_model * model, llama_context * context, tap & listener, writer & out,
+void trace(const options & opt, const llama_model * model, llama_context * context, tap & listener, trace_file & out,
            const std::vector<token_list> & windows) {
     const int step = opt.decode ? 1 : (int) llama_n_ubatch(context);
     llama_batch batch = llama_batch_init(step, 0, 1); // lives as long as the process
@@ -356,7 +288,7 @@ void trace(const options & opt, const llama_model * model, llama_context * conte
                 return;
             }
             if (!out.begun) {
-                out.header(describe(opt, model, listener));
+                out.header(describe(opt, model, context, listener));
             }
             out.record((uint32_t) w, window.data() + at, count, listener);
             if (std::chrono::steady_clock::now() - told > std::chrono::seconds(5)) {
@@ -373,11 +305,11 @@ void on_signal(int) { interrupted = 1; }
 int run(int argc, char ** argv) {
     const options opt = parse(argc, argv);
     const std::string content = read_text(opt.input);
-    writer out(opt.output);
+    trace_file out(opt.output);
     std::signal(SIGINT, on_signal);
     std::signal(SIGTERM, on_signal);
 
-    llama_log_set(keep_error, nullptr);
+    llama_log_set(keep_complaint, nullptr);
     if (ggml_backend_dev_count() == 0) {
         ggml_backend_load_all(); // a build whose backends are separate files
     }
@@ -385,7 +317,7 @@ int run(int argc, char ** argv) {
     const model_ptr model = load(opt);
     tap listener;
     listener.n_experts = count_experts(opt, model.get());
-    const std::vector<token_list> windows = cut(tokenize(opt, model.get(), content), opt, bos_of(model.get()));
+    const std::vector<token_list> windows = cut(tokenize(opt, model.get(), content), opt.ctx, bos_of(model.get()));
     const context_ptr context = open_context(opt, model.get(), listener);
     trace(opt, model.get(), context.get(), listener, out, windows);
     fprintf(stderr, "llama-moe-trace: %s: %s%u tokens, %zu layers, %d experts\n", opt.output.c_str(),

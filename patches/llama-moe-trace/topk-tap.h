@@ -6,28 +6,12 @@
 #include "llama.h"
 
 #include <algorithm>
-#include <cstdarg>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <stdexcept>
 #include <string>
 #include <vector>
-
-// Ends the run with one line on stderr and exit code 2.
-#if defined(__GNUC__)
-__attribute__((format(printf, 1, 2)))
-#endif
-[[noreturn]] inline void fail(const char * format, ...) {
-    char line[2048];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(line, sizeof line, format, args);
-    va_end(args);
-    throw std::runtime_error(line);
-}
 
 // The layer of a `ffn_moe_topk-<layer>` node, whose name may be decorated as `<backend>#<name>#<copy>`; else -1.
 inline int topk_layer(const char * name) {
@@ -55,7 +39,7 @@ struct tap {
     size_t known  = 0; // layers that the calls before it told about
     std::map<int, layer_rows> layers;
     std::vector<uint8_t> bytes;
-    std::string failure; // thrown after the decode call: no exception crosses llama.cpp
+    std::string failure; // said after the decode call: no exception may cross llama.cpp
 
     void begin(int n_tokens) {
         expected = n_tokens;
@@ -96,8 +80,8 @@ struct tap {
         }
     }
 
-    // Every layer must have told about every token.
-    void finish() {
+    // What is wrong with the decode call that ended, or nothing: every layer must have told about every token.
+    std::string finish() {
         for (const auto & entry : layers) {
             if (failure.empty() && entry.second.rows != expected) {
                 failure = "layer " + std::to_string(entry.first) + " routed " + std::to_string(entry.second.rows) +
@@ -107,9 +91,7 @@ struct tap {
         if (failure.empty() && (layers.empty() || (known && known != layers.size()))) {
             failure = "layers with experts: first " + std::to_string(known) + ", then " + std::to_string(layers.size());
         }
-        if (!failure.empty()) {
-            fail("%s: this model on llama.cpp %s is not supported", failure.c_str(), llama_version());
-        }
         expected = 0;
+        return failure;
     }
 };
