@@ -83,7 +83,12 @@ def test_hit_rates_are_drawn_and_the_best_rule_that_can_be_built_is_named(tmp_pa
     rows = pd.DataFrame(
         [
             {"trace": "t", "layer": 24, "policy": policy, "capacity": capacity, "share": capacity / 8, "hit_rate": rate}
-            for policy, rates in {"lru": (0.3, 0.6), "belady": (0.5, 0.8), "static-prefix": (0.2, 0.7)}.items()
+            for policy, rates in {
+                "lru": (0.3, 0.6),
+                "belady": (0.5, 0.8),
+                "static-oracle": (0.4, 0.75),
+                "static-prefix": (0.2, 0.7),
+            }.items()
             for capacity, rate in zip((2, 4), rates, strict=True)
         ]
     )
