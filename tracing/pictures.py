@@ -110,8 +110,8 @@ def load_heat_map(trace: Trace, name: str | None = None) -> "Figure":
     with matplotlib.rc_context({**STYLE, "axes.grid": False}):
         figure, axes = _figure(9.0, float(np.clip(2.2 + 0.085 * trace.n_layers, 3.2, 9.0)))
         # Without the map's darkest ends, so that black is told apart from the rarest.
-        colours = ListedColormap(matplotlib.colormaps["RdBu_r"](np.linspace(0.08, 0.92, 256)))
-        colours = colours.with_extremes(bad="black")
+        shades = matplotlib.colormaps["RdBu_r"](np.linspace(0.08, 0.92, 256))
+        colours = ListedColormap(shades).with_extremes(bad="black")
         image = axes.imshow(relative, aspect="auto", cmap=colours, vmin=-4, vmax=4, interpolation="nearest")
         rows = range(0, trace.n_layers, -(-trace.n_layers // 9))
         axes.set_yticks(rows, [str(trace.layers[row]) for row in rows])

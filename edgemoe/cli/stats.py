@@ -21,7 +21,7 @@ PIPED_WIDTH = 120
 def stats(
     traces: Annotated[
         list[Path],
-        typer.Argument(metavar="TRACE...", help="Trace files. One with several domains counts as its domains."),
+        typer.Argument(metavar="TRACE", help="Trace files. One with several domains counts as its domains."),
     ],
     domain: Annotated[
         list[str] | None, typer.Option("--domain", metavar="NAME", help="Only this domain. May be given again.")
@@ -111,7 +111,11 @@ def _print(summary: Summary, layer: int | str | None, written: list[Path]) -> No
         )
     sections = (
         ("Reuse", _reuse_words(), _reuse_table),
-        ("Working set", "The fewest experts of a layer that serve a share of its loads.", _working_set_table),
+        (
+            "Working set",
+            "The fewest experts of a layer (share and count) that serve so many of its loads.",
+            _working_set_table,
+        ),
         ("Load", _load_words(), _load_table),
         ("Drift", _drift_words(), _drift_table),
         ("Pre-gate", _pregate_words(), _pregate_table),
@@ -177,7 +181,7 @@ def _working_set_table(summary: Summary, names: dict[str, str]) -> Table:
     coverages = list(dict.fromkeys(rows["coverage"]))
     table = _table(["text", *(f"{coverage:.0%} of the loads" for coverage in coverages)])
     for name, group in rows.groupby("trace", sort=False):
-        cells = [f"{_percent(row['share'])} of the experts ({_number(row['experts'])})" for _, row in group.iterrows()]
+        cells = [f"{_percent(row['share'])} ({_number(row['experts'])})" for _, row in group.iterrows()]
         table.add_row(names[str(name)], *cells)
     return table
 
