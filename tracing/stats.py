@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-import numba
 import numpy as np
 import pandas as pd
 
 from edgemoe.errors import UserError
+from edgemoe.policy._jit import kernel
 from edgemoe.tracing.tracefile import Trace
 
 ALL = "all"
@@ -103,7 +103,7 @@ def reuse(trace: Trace, lags: Sequence[int] | None = None) -> pd.DataFrame:
     return _all_first(pd.concat(frames, ignore_index=True))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _shared(experts, bounds, lag, n_experts):  # type: ignore[no-untyped-def]
     """(loads, shared loads, pairs, summed Jaccard) of all pairs (t, t+lag) inside a window; experts [T, k]."""
     last = np.full(n_experts, -1, np.int64)  # the token that an expert was last marked for
@@ -242,7 +242,7 @@ def pregate_recall(trace: Trace, widths: Sequence[int] | None = None) -> pd.Data
     return _all_first(pd.concat(frames, ignore_index=True))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _ranks(experts, gate):  # type: ignore[no-untyped-def]
     """How many executed experts had rank r in the gate's order, ties to the lower index; [T, k], [T, E] → [E]."""
     n_tokens, n_experts = gate.shape
