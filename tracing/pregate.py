@@ -45,7 +45,8 @@ class PreGate:
         ours = self.scores(inputs)
         finite = np.isfinite(ours) & np.isfinite(scores)
         spread = np.std(scores, axis=1, where=np.isfinite(scores), keepdims=True)
-        close = np.abs(np.where(finite, ours - scores, 0)) <= TOLERANCE * spread + 1e-6
+        error = np.abs(np.subtract(ours, scores, where=finite, out=np.zeros_like(ours)))
+        close = error <= TOLERANCE * spread + 1e-6
         # A near-tie may swap a whole group, so the masks need to agree mostly, the values always.
         return bool(close.all() and (np.isfinite(ours) == np.isfinite(scores)).mean() > 0.9)
 

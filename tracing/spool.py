@@ -42,9 +42,13 @@ class Spool:
     def create(cls, path: Path, layers: Sequence[int], widths: Mapping[str, int], meta: dict[str, Any]) -> "Spool":
         """Make the directory, which must not exist: two runs never share one."""
         path.mkdir()
-        text = json.dumps({"layers": list(layers), "widths": dict(widths), "meta": meta})
-        (path / (_META + ".tmp")).write_text(text)
-        (path / (_META + ".tmp")).rename(path / _META)
+        try:
+            text = json.dumps({"layers": list(layers), "widths": dict(widths), "meta": meta})
+            (path / (_META + ".tmp")).write_text(text)
+            (path / (_META + ".tmp")).rename(path / _META)
+        except BaseException:
+            shutil.rmtree(path)
+            raise
         return cls(path, tuple(layers), dict(widths), meta)
 
     @classmethod

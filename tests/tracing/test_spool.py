@@ -1,0 +1,100 @@
+"""The spool: what a run leaves is readable whatever ended it, and becomes the trace file without being read whole."""
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgemoe.errors import UserError
+from edgemoe.tracing import load_trace
+from edgemoe.tracing.spool import Spool
+
+META = {"num_experts": 16, "top_k": 3, "note": "x"}
+
+
+def filled(path: Path) -> tuple[Spool, dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    spool = Spool.create(path, [1, 2, 5], {"experts": 3, "scores": 16}, META)
+    experts = np.argsort(rng.random((3, 50, 16)), axis=2)[:, :, :3].astype(np.int16)
+    scores = rng.standard_normal((3, 50, 16)).astype(np.float32)
+    tokens = np.arange(50, dtype=np.int32)
+    for start, end, domain in ((0, 20, "code"), (20, 30, None), (30, 50, "prose")):
+        if domain:
+            spool.begin_window(domain)
+        spool.append(
+            tokens[start:end],
+            {"experts": list(experts[:, start:end]), "scores": list(scores[:, start:end])},
+        )
+    return spool, {"experts": experts, "scores": scores, "tokens": tokens}
+
+
+def test_assembled_equals_spooled(tmp_path: Path) -> None:
+    spool, arrays = filled(tmp_path / "t.npz.partial")
+    before = load_trace(spool.path)
+    assert before.meta["partial"] is True
+    spool.assemble(tmp_path / "t.npz", partial=False)
+    after = load_trace(tmp_path / "t.npz")
+    for trace in (before, after):
+        for name, array in arrays.items():
+            assert np.array_equal(getattr(trace, name), array)
+        assert trace.layers.tolist() == [1, 2, 5]
+        assert trace.windows.tolist() == [0, 30] and trace.domains == ("code", "prose")
+        assert trace.meta["num_tokens"] == 50 and trace.meta["note"] == "x"
+    assert after.meta["partial"] is False
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.npz"]
+
+
+def test_numpy_alone_reads_it(tmp_path: Path) -> None:
+    spool, arrays = filled(tmp_path / "t.npz.partial")
+    spool.assemble(tmp_path / "t.npz")
+    with np.load(tmp_path / "t.npz", allow_pickle=False) as archive:
+        assert np.array_equal(archive["experts"], arrays["experts"])
+        assert json.loads(str(archive["meta"]))["num_experts"] == 16
+
+
+@pytest.mark.parametrize("cut", ["tokens.i32", "experts.2.raw", "scores.1.raw"])
+def test_a_torn_write_costs_its_token_only(tmp_path: Path, cut: str) -> None:
+    spool, arrays = filled(tmp_path / "t.npz.partial")
+    file = spool.path / cut
+    file.write_bytes(file.read_bytes()[:-1])
+    trace = load_trace(spool.path)
+    assert trace.n_tokens == 49
+    assert np.array_equal(trace.experts, arrays["experts"][:, :49])
+
+
+def test_windows_without_a_whole_token_are_dropped(tmp_path: Path) -> None:
+    spool, _ = filled(tmp_path / "t.npz.partial")
+    spool.begin_window("late")
+    with (spool.path / "windows.jsonl").open("a") as file:
+        file.write('{"start": 5')
+    assert load_trace(spool.path).domains == ("code", "prose")
+
+
+def test_the_error_for_a_missing_trace_points_at_the_spool(tmp_path: Path) -> None:
+    filled(tmp_path / "t.npz.partial")
+    with pytest.raises(UserError, match=r"no such trace file; an interrupted run left t\.npz\.partial"):
+        load_trace(tmp_path / "t.npz")
+
+
+def test_folders_that_are_no_spool(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a trace in progress"):
+        load_trace(tmp_path)
+    empty = Spool.create(tmp_path / "e.npz.partial", [0], {"experts": 2}, META)
+    with pytest.raises(UserError, match="before its first token"):
+        load_trace(empty.path)
+
+
+def test_assembling_needs_little_memory(tmp_path: Path) -> None:
+    spool = Spool.create(tmp_path / "t.npz.partial", range(4), {"experts": 2, "scores": 256}, META)
+    spool.begin_window("x")
+    block = np.zeros((20000, 256), np.float32)
+    spool.append(np.zeros(20000, np.int32), {"experts": [np.zeros((20000, 2), np.int16)] * 4, "scores": [block] * 4})
+    del block
+    tracemalloc.start()
+    spool.assemble(tmp_path / "t.npz")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (tmp_path / "t.npz").stat().st_size > 80e6
+    assert peak < 15e6
