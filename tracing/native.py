@@ -35,11 +35,14 @@ def read_native(path: str | Path) -> Trace:
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    empty = f"{path}: holds no tokens: the run ended before its first batch; remove it and trace again"
+    if not data:
+        raise UserError(empty)
     header, start = _header(path, data)
     top_k = header["top_k"]
     spans, complete = _records(path, data, start, sum(top_k))
     if not spans:
-        raise UserError(f"{path}: holds no tokens: the run ended before its first batch; trace again")
+        raise UserError(empty)
     n_tokens = sum(count for _, count, _ in spans)
     experts = np.full((len(top_k), n_tokens, max(top_k)), -1, dtype=np.int16)
     tokens = np.empty(n_tokens, dtype=np.int32)

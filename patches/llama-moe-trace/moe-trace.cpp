@@ -36,7 +36,7 @@ constexpr size_t MIN_TOKENS = 32; // less says nothing about routing
 
 volatile std::sig_atomic_t interrupted = 0;
 
-// Ends the run with one line on stderr and exit code 2.
+// Ends the run with one line on stderr and exit code 2, or 130 after Ctrl-C.
 [[noreturn, gnu::format(printf, 1, 2)]] void fail(const char * format, ...) {
     char line[2048];
     va_list args;
@@ -187,7 +187,11 @@ model_ptr load(const options & opt) {
     }
     llama_model_params params = llama_model_default_params();
     params.n_gpu_layers = opt.gpu_layers;
+    params.progress_callback = [](float, void *) { return !interrupted; };
     model_ptr model(llama_model_load_from_file(opt.model.c_str(), params), llama_model_free);
+    if (interrupted) {
+        fail("interrupted, nothing written");
+    }
     if (!model) {
         fail("%s: llama.cpp cannot load this model (%s)", opt.model.c_str(), complaint.c_str());
     }
@@ -221,9 +225,12 @@ context_ptr open_context(const options & opt, llama_model * model, tap & listene
 token_list tokenize(const options & opt, const llama_model * model, const std::string & content) {
     const llama_vocab * vocab = llama_model_get_vocab(model);
     const int size = (int) content.size();
-    token_list tokens(std::max(0, -llama_tokenize(vocab, content.data(), size, nullptr, 0, false, false)));
-    llama_tokenize(vocab, content.data(), size, tokens.data(), (int) tokens.size(), false, false);
-    tokens.resize(std::min(tokens.size(), (size_t) opt.max_tokens));
+    token_list tokens(content.size() + 16); // a token is a byte at least, but for what a vocabulary puts in front
+    const int count = llama_tokenize(vocab, content.data(), size, tokens.data(), (int) tokens.size(), false, false);
+    if (count < 0) {
+        fail("%s: the model's tokenizer fails on this text (%s)", opt.input.c_str(), complaint.c_str());
+    }
+    tokens.resize(std::min(count, opt.max_tokens));
     if (tokens.size() < MIN_TOKENS) {
         fail("%s: text too short: %zu tokens, at least %zu are needed", opt.input.c_str(), tokens.size(), MIN_TOKENS);
     }
@@ -300,14 +307,18 @@ void trace(const options & opt, const llama_model * model, llama_context * conte
     out.end();
 }
 
-void on_signal(int) { interrupted = 1; }
+// The first one lets the run end in order, the second one ends it at once.
+void on_signal(int number) {
+    interrupted = 1;
+    std::signal(number, SIG_DFL);
+}
 
 int run(int argc, char ** argv) {
     const options opt = parse(argc, argv);
     const std::string content = read_text(opt.input);
-    trace_file out(opt.output);
     std::signal(SIGINT, on_signal);
     std::signal(SIGTERM, on_signal);
+    trace_file out(opt.output);
 
     llama_log_set(keep_complaint, nullptr);
     if (ggml_backend_dev_count() == 0) {
@@ -320,9 +331,11 @@ int run(int argc, char ** argv) {
     const std::vector<token_list> windows = cut(tokenize(opt, model.get(), content), opt.ctx, bos_of(model.get()));
     const context_ptr context = open_context(opt, model.get(), listener);
     trace(opt, model.get(), context.get(), listener, out, windows);
+    if (!out.begun) {
+        fail("interrupted, nothing written");
+    }
     fprintf(stderr, "llama-moe-trace: %s: %s%u tokens, %zu layers, %d experts\n", opt.output.c_str(),
-            !interrupted ? "" : out.begun ? "interrupted; kept " : "interrupted, not written; ", out.total,
-            listener.layers.size(), listener.n_experts);
+            interrupted ? "interrupted; kept " : "", out.total, listener.layers.size(), listener.n_experts);
     return interrupted ? 130 : 0;
 }
 
@@ -333,6 +346,6 @@ int main(int argc, char ** argv) {
         return run(argc, argv);
     } catch (const std::exception & error) {
         fprintf(stderr, "llama-moe-trace: %s\n", error.what());
-        return 2;
+        return interrupted ? 130 : 2;
     }
 }

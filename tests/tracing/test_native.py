@@ -152,25 +152,46 @@ def test_several_batches_in_one_window(tool, place, tmp_path):
     assert not np.array_equal(long.experts[:, 512:1024], short.experts[:, 512:1024])  # other context, other routing
 
 
-def test_interrupted_runs_keep_what_was_captured(tool, place, tmp_path):
-    model = write_synthetic(tmp_path / "m.gguf")[0]
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_interrupted_runs_keep_what_was_captured(tool, place, olmoe, tmp_path, how):
     (tmp_path / "long.txt").write_text(TEXT * 50)
     whole, part = tmp_path / "whole.moetrace", tmp_path / "part.moetrace"
-    arguments = ["-m", model, "-f", tmp_path / "long.txt", "--decode", "-t", 1]
+    arguments = ["-m", olmoe, "-f", tmp_path / "long.txt", "--decode", "-t", 1]
     assert run(tool, *arguments, "-o", whole, "--max-tokens", 200).returncode == 0
     running = subprocess.Popen([tool, *map(str, arguments), "-o", part], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and (not part.exists() or part.stat().st_size < 4000):
-        time.sleep(0.01)
-    running.send_signal(signal.SIGINT)
+    wait_until(lambda: part.exists() and part.stat().st_size > 4000)
+    running.send_signal(how)
     _, message = running.communicate(timeout=30)
-    assert running.returncode == 130, message
     trace = read_native(part)
     assert trace.meta["partial"]
-    assert f"interrupted; kept {trace.n_tokens} tokens" in message
+    if how == signal.SIGKILL:
+        assert running.returncode == -signal.SIGKILL
+    else:
+        assert running.returncode == 130, message
+        assert f"interrupted; kept {trace.n_tokens} tokens" in message
     common = min(trace.n_tokens, 200)
-    assert common > 0
+    assert common > 50
     assert np.array_equal(trace.experts[:, :common], read_native(whole).experts[:, :common])
+
+
+def test_interrupted_before_the_first_token_leaves_nothing(tool, place, olmoe, tmp_path):
+    """While the text is tokenised, the output is already claimed."""
+    (tmp_path / "long.txt").write_text(TEXT * 1000)
+    out = tmp_path / "out"
+    arguments = [tool, "-m", olmoe, "-f", tmp_path / "long.txt", "-o", out, "-t", "1"]
+    running = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    wait_until(out.exists)
+    running.send_signal(signal.SIGINT)
+    _, message = running.communicate(timeout=60)
+    assert (running.returncode, message) == (130, "llama-moe-trace: interrupted, nothing written\n")
+    assert not out.exists()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,8 @@ def test_cut_anywhere_it_keeps_the_whole_records_before(written):
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        (b"", "not a trace of llama-moe-trace"),
+        (b"", "holds no tokens"),
+        (b"MOETRACE", "not a trace of llama-moe-trace"),
         (b"GGUF" + bytes(100), "not a trace of llama-moe-trace"),
         (content(version=2), "format version 2, expected 1"),
         (content(header={**HEADER, "top_k": [2]}), "header is damaged"),
