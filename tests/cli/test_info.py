@@ -74,7 +74,7 @@ def test_deepseek_and_dense_models(tmp_path: Path) -> None:
     [deepseek] = write_synthetic(
         tmp_path / "d.gguf", "deepseek2", leading_dense=1, shared_experts=2, expert_groups=4, merged_gate_up=True
     )
-    shown = info(deepseek).stdout
+    shown = info(deepseek, COLUMNS="120").stdout
     for expected in ("3 of 4 layers MoE (1–3)", "sigmoid gating", "selection bias", "2 of 4 groups", "2 shared"):
         assert expected in shown
     assert "gate and up merged" in shown and "latent attention" in shown

@@ -1,0 +1,1 @@
+"""What this machine has: memory within its limits, disks that read past the page cache, GPUs."""
