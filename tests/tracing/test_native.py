@@ -1,5 +1,6 @@
 """`llama-moe-trace`: built against the installed wheel, run on real models, and held against the Python capture."""
 
+import os
 import resource
 import shutil
 import signal
@@ -28,14 +29,14 @@ TEXT = Path(__file__).read_text()
 
 @pytest.fixture(scope="module")
 def tool(tmp_path_factory):
-    if not shutil.which("c++"):
+    if not shutil.which(os.environ.get("CXX", "c++")):
         pytest.skip("no C++ compiler")
     if not (library_directory().parent.parent / "include" / "llama.h").exists():
         pytest.skip("the installed llama-cpp-python has no headers")
     program = tmp_path_factory.mktemp("native") / "llama-moe-trace"
     build = subprocess.run(
         [PATCHES / "build", "-o", program],
-        env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "CXXFLAGS": "-Wpedantic -Werror"},
+        env={**os.environ, "PYTHON": sys.executable},
         capture_output=True,
         text=True,
     )
