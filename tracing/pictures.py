@@ -34,7 +34,7 @@ POLICY_NAMES = {
     "belady": "Belady (knows the future)",
     "lru": "LRU",
     "lfu": "LFU",
-    "score": "score",
+    "score": "score eviction (PSR)",
     "static-oracle": "pinned, with hindsight",
     "static-prefix": "pinned, from the first 20%",
 }

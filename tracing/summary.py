@@ -154,7 +154,14 @@ def _joined(parts: list[pd.DataFrame], layer: int | str | None) -> pd.DataFrame:
 
 
 def _notes(traces: Sequence[Trace]) -> list[str]:
-    notes = []
+    notes = [
+        f"{trace.name}: this trace is partial, its run was interrupted" for trace in traces if trace.meta.get("partial")
+    ]
+    for trace in traces:
+        complaints = trace.meta.get("self_check", "passed")
+        if complaints != "passed":
+            words = complaints if isinstance(complaints, str) else "; ".join(map(str, complaints))
+            notes.append(f"{trace.name}: this trace failed its self-check ({words})")
     odd = next((trace for trace in traces if not stats.comparable(traces[0], trace)), None)
     if odd is not None:
         notes.append(

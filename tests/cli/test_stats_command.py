@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import pandas as pd
 import pytest
 
 from edgemoe.cli import main
-from edgemoe.tracing import Trace, save_trace
+from edgemoe.tracing import Trace, load_trace, save_trace
 
 
 class Done(NamedTuple):
@@ -131,3 +132,11 @@ def test_mistakes_are_one_line_and_exit_2(edgemoe, folder, monkeypatch, argument
     assert done.stdout == ""
     errors = [line for line in done.stderr.splitlines() if not line.startswith("statistics:")]
     assert len(errors) == 1 and words in errors[0]
+
+
+def test_a_trace_that_is_partial_or_failed_its_check_says_so(edgemoe, folder, tmp_path):
+    trace = replace(load_trace(folder / "other.npz"), meta={"partial": True, "self_check": ["reuse below chance"]})
+    save_trace(trace, tmp_path / "cut.npz")
+    notes = json.loads(edgemoe("stats", tmp_path / "cut.npz", "--json").stdout)["notes"]
+    assert len(notes) == 2
+    assert "cut: this trace is partial" in notes[0] and "failed its self-check (reuse below chance)" in notes[1]
