@@ -147,6 +147,7 @@ def _meta(header: dict[str, Any], domain: str, n_tokens: int, n_windows: int, pa
         "top_k": max(header["top_k"]),
         "k": max(header["top_k"]),
         "num_experts": header["num_experts"],
+        "num_tokens": n_tokens,
         "n_moe_layers": len(header["layers"]),
         "source": "llama-moe-trace (llama.cpp eval callback, weights untouched)",
         "layer_top_k": header["top_k"],

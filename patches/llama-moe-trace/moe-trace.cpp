@@ -124,14 +124,14 @@ std::string read_text(const std::string & path) {
     std::unique_ptr<FILE, int (*)(FILE *)> file(fopen(path.c_str(), "rb"), fclose);
     std::string content;
     char block[1 << 16];
-    for (size_t count; file && (count = fread(block, 1, sizeof block, file.get())) > 0;) {
+    for (size_t count; file && content.size() <= INT_MAX && (count = fread(block, 1, sizeof block, file.get()));) {
         content.append(block, count);
     }
     if (!file || ferror(file.get())) {
         fail("%s: cannot read the text (%s)", path.c_str(), strerror(errno));
     }
     if (content.size() > INT_MAX) {
-        fail("%s: %zu bytes; a text may have at most %d", path.c_str(), content.size(), INT_MAX);
+        fail("%s: too long: a text may have at most %d bytes", path.c_str(), INT_MAX);
     }
     const size_t broken = not_utf8(content);
     if (broken != std::string::npos) {
