@@ -75,14 +75,6 @@ PROSE = (
         r"texts/.*_gut\.txt$|britannica.*\.txt$",
         open_text=True,
     ),
-    _book(
-        "sdist",
-        "markovify==0.9.4",
-        "LicenseRef-public-domain",
-        "gutenberg",
-        r"test/texts/sherlock\.txt$",
-        open_text=True,
-    ),
 )
 
 
@@ -102,7 +94,7 @@ CODE = tuple(
             "statsmodels==0.15.0 astropy==8.0.2 ipython==9.18.1 scikit-image==0.26.0 dask==2026.8.0 "
             "distributed==2026.8.0 sphinx==9.2.0 celery==5.7.0 flask==3.1.3 werkzeug==3.1.9 jinja2==3.1.6 "
             "bokeh==3.10.2 scrapy==2.19.0 wagtail==8.0.1 httpx==0.28.1 click==8.5.1 seaborn==0.13.2 numba==0.68.1 "
-            "djangorestframework==3.18.3 django-cms==5.1.3 jupyter-server==2.21.1 notebook==7.6.5 h5py==3.16.0 "
+            "djangorestframework==3.18.3 django-cms==5.1.3 jupyter-server==2.21.1 h5py==3.16.0 "
             "joblib==1.6.0 psutil==7.2.2",
         ),
         (
