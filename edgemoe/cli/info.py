@@ -162,7 +162,9 @@ def _memory(g: "ModelGeometry", ctx: int) -> "Table":
 
 
 def _next_step(model: "Model") -> str:
-    path = _escape(str(model.path))
+    from shlex import quote
+
+    path = _escape(quote(str(model.path)))
     if not model.geometry.is_moe:
         return "This model is dense: it has no experts to trace. See a real MoE at work with  [bold]edgemoe demo[/]"
     if model.format != "GGUF":

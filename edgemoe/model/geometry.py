@@ -35,11 +35,15 @@ class KvCache:
         """Bytes that one more token of context costs while it is within every window."""
         return self.full + self.windowed
 
+    def cells(self, n_ctx: int) -> tuple[int, int]:
+        """Tokens that have room in full and in sliding-window layers, in whole paddings; 0 without a window."""
+        kept = min(n_ctx, self.window + self.MICRO_BATCH) if self.window else 0
+        return -(-n_ctx // self.PADDING) * self.PADDING, -(-kept // self.PADDING) * self.PADDING
+
     def at(self, n_ctx: int) -> int:
-        """Bytes for one sequence of `n_ctx` tokens; both kinds of layer round up to whole paddings."""
-        cells = -(-n_ctx // self.PADDING) * self.PADDING
-        kept = min(n_ctx, self.window + self.MICRO_BATCH) if self.window else n_ctx
-        return cells * self.full + -(-kept // self.PADDING) * self.PADDING * self.windowed + self.state
+        """Bytes for one sequence of `n_ctx` tokens."""
+        full, windowed = self.cells(n_ctx)
+        return full * self.full + windowed * self.windowed + self.state
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ _UNSTATED_PATTERN = {
 def read_gguf(path: Path) -> tuple[Facts, list[Tensor], list[Path]]:
     """Hyperparameters, classified tensors and files of a GGUF model; `path` may be any of its shards."""
     headers = _read_shards(path)
+    if not any(header.tensors for header in headers):
+        raise UserError(f"{path}: a GGUF file without weights (a vocabulary?): give the model's file")
     facts = _facts(headers[0])
     tensors = [_classify(entry, number, facts) for number, header in enumerate(headers) for entry in header.tensors]
     return facts, tensors, [header.path for header in headers]

@@ -27,14 +27,14 @@ class MemoryNeed:
 
 
 def work_bytes(geometry: ModelGeometry, n_ctx: int) -> int:
-    """llama.cpp's compute buffer, from above: u·4·max(V + 2d, k·(2f + 2d)) + u·2·context, u = 512 rows.
+    """llama.cpp's compute buffer, from above: u·4·max(V + 2d, k·(2f + 2d)) + u·2·cells, u = 512 rows.
 
-    The widest point of the graph is the logits, or the inputs and outputs of the chosen experts; the mask comes on
-    top (F16). Without a logit row per token the logits shrink, which makes this an upper bound.
+    The widest point of the graph is the logits, or the inputs and outputs of the chosen experts; the attention masks
+    come on top (F16, one for the context and one for the window). Where fewer rows want logits it is less.
     """
     experts = geometry.top_k * 2 * (geometry.d_expert + geometry.d_model)
     widest = max(geometry.n_vocab + 2 * geometry.d_model, experts)
-    return MICRO_BATCH * (4 * widest + 2 * n_ctx)
+    return MICRO_BATCH * (4 * widest + 2 * sum(geometry.kv.cells(n_ctx)))
 
 
 def memory_needs(geometry: ModelGeometry, n_ctx: int = DEFAULT_CONTEXT) -> list[MemoryNeed]:

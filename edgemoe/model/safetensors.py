@@ -61,7 +61,7 @@ def _config(directory: Path) -> Mapping[str, Any]:
         raise UserError(f"{directory}: no config.json there: give a GGUF file or a Hugging Face model directory")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not readable JSON ({str(error).splitlines()[0]})") from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: expected a JSON object")
@@ -79,7 +79,7 @@ def _files(directory: Path) -> list[Path]:
         return files
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{index}: not a readable index of safetensors files: download it again") from None
     missing = [name for name in names if not (directory / name).exists()]
     if missing:
@@ -105,7 +105,7 @@ def _header(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
                 raise UserError(f"{path}: {name}: its bytes do not match its shape: download it again")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise UserError(f"{path}: corrupt safetensors header ({type(error).__name__}): download it again") from None
     if end > size:
         raise UserError(

@@ -2,7 +2,8 @@
 
 Every architecture has the parts that make routing hard to read: OLMoE and Qwen3-MoE (softmax routers), DeepSeek
 (leading dense layers, latent attention, sigmoid gating with a selection bias, expert groups, shared experts, merged
-gate and up projections) and a dense Llama to be refused. Files are streamed: 10 GB need little memory.
+gate and up projections), gpt-oss (biases of routers and experts, softmax over the chosen, sliding windows) and a dense
+Llama to be refused. Files are streamed: 10 GB need little memory.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from edgemoe.model.byte_bpe import ByteBpe, byte_bpe
 from edgemoe.model.synthetic_weights import SyntheticTensor, blocks
 from edgemoe.progress import Advance, no_progress
 
-ARCHITECTURES = ("olmoe", "qwen3moe", "deepseek2", "llama")
+ARCHITECTURES = ("olmoe", "qwen3moe", "gpt-oss", "deepseek2", "llama")
 _GATING = {"softmax": gguf.ExpertGatingFuncType.SOFTMAX, "sigmoid": gguf.ExpertGatingFuncType.SIGMOID}
 
 # The geometry of a model that people really run, with the types of its usual four-bit file.
@@ -64,6 +65,7 @@ class Synthetic:
     expert_groups: int = 0
     expert_groups_used: int = 0
     merged_gate_up: bool = False
+    window: int = 128  # of gpt-oss's sliding-window layers
     add_bos: bool = False
     seed: int = 0
 
@@ -181,7 +183,9 @@ def _metadata(writer: Any, model: Synthetic) -> None:
     if model.arch != "llama":
         writer.add_expert_count(model.n_experts)
         writer.add_expert_used_count(model.top_k)
-    if model.arch in ("qwen3moe", "deepseek2"):
+    if model.arch == "gpt-oss":
+        writer.add_sliding_window(model.window)
+    if model.arch in ("qwen3moe", "gpt-oss", "deepseek2"):
         writer.add_expert_feed_forward_length(model.d_expert)
     if model.arch == "deepseek2":
         writer.add_leading_dense_block_count(model.leading_dense)
@@ -227,7 +231,8 @@ def _tensors(model: Synthetic) -> Iterator[SyntheticTensor]:
         block = f"blk.{layer}."
         yield SyntheticTensor(f"{block}attn_norm.weight", (model.d_model,), f32, "ones")
         yield from _latent(model, block) if model.arch == "deepseek2" else _attention(model, block)
-        yield SyntheticTensor(f"{block}ffn_norm.weight", (model.d_model,), f32, "ones")
+        after_attention = "post_attention_norm" if model.arch == "gpt-oss" else "ffn_norm"
+        yield SyntheticTensor(f"{block}{after_attention}.weight", (model.d_model,), f32, "ones")
         if model.arch == "llama" or layer < model.leading_dense:
             yield from _ffn(model, block, "", model.d_dense)
         else:
@@ -248,8 +253,16 @@ def _attention(model: Synthetic, block: str) -> Iterator[SyntheticTensor]:
         yield _dense(model, f"{block}attn_{name}", ne)
     yield _dense(model, f"{block}attn_output", (d_query, model.d_model))
     norms = {"olmoe": (d_query, d_kv), "qwen3moe": (model.d_head, model.d_head)}.get(model.arch, ())
+    if model.arch == "gpt-oss":
+        biases = {"q": d_query, "k": d_kv, "v": d_kv, "output": model.d_model}
+        yield from (_bias(f"{block}attn_{name}.bias", width) for name, width in biases.items())
+        yield _bias(f"{block}attn_sinks.weight", model.n_heads)
     for name, width in zip("qk", norms, strict=False):
         yield SyntheticTensor(f"{block}attn_{name}_norm.weight", (width,), gguf.GGMLQuantizationType.F32, "ones")
+
+
+def _bias(name: str, *ne: int) -> SyntheticTensor:
+    return SyntheticTensor(name, ne, gguf.GGMLQuantizationType.F32, "bias")
 
 
 def _latent(model: Synthetic, block: str) -> Iterator[SyntheticTensor]:
@@ -276,7 +289,11 @@ def _experts(model: Synthetic, block: str) -> Iterator[SyntheticTensor]:
     experts, up = model.n_experts, (model.d_model, model.d_expert, model.n_experts)
     yield SyntheticTensor(f"{block}ffn_gate_inp.weight", (model.d_model, experts), f32, "router")
     if model.arch == "deepseek2" and model.selection_bias:
-        yield SyntheticTensor(f"{block}exp_probs_b.bias", (experts,), f32, "bias")
+        yield _bias(f"{block}exp_probs_b.bias", experts)
+    if model.arch == "gpt-oss":
+        yield _bias(f"{block}ffn_gate_inp.bias", experts)
+        widths = {"gate": model.d_expert, "up": model.d_expert, "down": model.d_model}
+        yield from (_bias(f"{block}ffn_{name}_exps.bias", width, experts) for name, width in widths.items())
     if model.merged_gate_up:
         yield SyntheticTensor(f"{block}ffn_gate_up_exps.weight", (up[0], 2 * up[1], experts), kind)
     else:

@@ -23,6 +23,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3moe", {"n_kv_heads": 2, "head_dim": 32}),
     ("qwen3moe", {"n_vocab": 2000, "d_model": 512, "d_expert": 768, "n_layers": 2, "top_k": 8, "n_heads": 16}),
     ("deepseek2", DEEPSEEK),
+    ("gpt-oss", {"n_kv_heads": 2, "window": 100, "n_layers": 5}),
     ("llama", {"n_kv_heads": 2}),
 ]
 
@@ -89,7 +90,7 @@ def allocated(path: Path, n_ctx: int) -> tuple[float, float]:
     try:
         model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, 2048, 512
+        params.n_ctx, params.n_batch, params.n_ubatch, params.swa_full = n_ctx, 2048, 512, False
         context = llama_cpp.llama_init_from_model(model, params)
         llama_cpp.llama_free(context)
         llama_cpp.llama_model_free(model)
@@ -241,6 +242,11 @@ def test_contradictions_are_one_line(tmp_path: Path, case: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         read_model(rewrite(tmp_path / "m.gguf", keys, tensors))
     assert "\n" not in str(error.value)
+
+
+def test_a_vocabulary_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="without weights"):
+        read_model(rewrite(tmp_path / "m.gguf", {"olmoe.block_count": 4}, {}))
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

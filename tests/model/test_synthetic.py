@@ -30,6 +30,7 @@ def logits(path: Path) -> np.ndarray:
     [
         ("olmoe", {}),
         ("qwen3moe", {"n_kv_heads": 2, "head_dim": 32}),
+        ("gpt-oss", {"n_kv_heads": 2}),
         ("deepseek2", {"leading_dense": 1, "shared_experts": 2, "expert_groups": 4}),
         ("deepseek2", {"merged_gate_up": True, "gating": "softmax", "selection_bias": False}),
         ("llama", {"n_kv_heads": 2}),
