@@ -9,7 +9,9 @@ import sys
 import typer
 
 from edgemoe import __version__
+from edgemoe.cli.doctor import doctor
 from edgemoe.cli.info import info
+from edgemoe.cli.simulate import simulate
 from edgemoe.cli.stats import stats
 from edgemoe.cli.trace import trace
 from edgemoe.errors import UserError
@@ -39,7 +41,7 @@ def root(
 
 
 # Verbs in the order in which a newcomer meets them.
-for verb in (info, trace, stats):
+for verb in (info, trace, stats, simulate, doctor):
     app.command()(verb)
 
 

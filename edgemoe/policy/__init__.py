@@ -10,7 +10,7 @@ loads. Imports numpy and numba only.
     experts, demand = cache.select(layer, scores)
 """
 
-from edgemoe.policy.config import PRESETS, Policy, preset
+from edgemoe.policy.config import PRESETS, Policy, preset, presets
 from edgemoe.policy.logical_cache import Copy, LogicalCache, Selection
 
-__all__ = ["PRESETS", "Copy", "LogicalCache", "Policy", "Selection", "preset"]
+__all__ = ["PRESETS", "Copy", "LogicalCache", "Policy", "Selection", "preset", "presets"]

@@ -5,7 +5,8 @@ Every baseline of both papers is one of these configurations, never a code path 
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from edgemoe.errors import UserError
@@ -124,7 +125,7 @@ class Policy:
             )
         if top_k > capacity:
             raise UserError(
-                f"{capacity} slots per layer cannot hold the {top_k} experts of one token: give at least {top_k}"
+                f"a cache of {capacity} per layer cannot hold the {top_k} experts of one token: give at least {top_k}"
             )
         if self.window > capacity:
             raise UserError(
@@ -164,14 +165,61 @@ PRESETS: dict[str, Policy] = {
 """The configurations of the papers' tables by name, at their operating points."""
 
 
-def preset(name: str, **overrides: Any) -> Policy:
-    """A preset with some fields replaced: `preset("psr", lam=0.3)`. An unknown name is a `UserError`.
+OPERATING_POINT: dict[str, Any] = {"lam": 0.2, "tau": 0.5, "window": 8, "budget": 1}
+"""What a field becomes where an override gives it a meaning that its preset did not have."""
 
-    A new window keeps an unbounded budget unbounded.
+
+def relevant(**chosen: Any) -> dict[str, bool]:
+    """Which of the dependent fields mean something beside these values of routing, prefetch and gate."""
+    gate = chosen["prefetch"] == "pre-gate"
+    bonus = chosen["routing"] == "cache-prior" or (gate and chosen["gate"] == "predicted")
+    return {
+        "gate": gate,
+        "lam": bonus,
+        "scale": bonus,
+        "top_j": chosen["routing"] == "cache-prior",
+        "tau": chosen["routing"] == "tau",
+        "window": chosen["prefetch"] != "none",
+        "budget": chosen["prefetch"] != "none",
+    }
+
+
+def preset(name: str, **overrides: Any) -> Policy:
+    """A preset with some fields replaced: `preset("psr", lam=0.3)`, `preset("psr", routing="exact")`.
+
+    A field of the preset that an override leaves without meaning returns to its default, and one that gains a meaning
+    takes its operating point; a new window keeps an unbounded budget unbounded. Raises `UserError` for an unknown name
+    and for an override without meaning.
     """
     if name not in PRESETS:
         raise UserError(f"no policy preset {name!r}; there are {', '.join(PRESETS)}")
-    base = PRESETS[name]
-    if "window" in overrides and base.window and base.budget == base.window:
-        overrides.setdefault("budget", UNBOUNDED)
-    return replace(base, **overrides)
+    chosen = asdict(PRESETS[name])
+    if chosen["window"] and chosen["budget"] == chosen["window"]:
+        chosen["budget"] = UNBOUNDED
+    chosen |= overrides
+    default = asdict(Policy())
+    for field, matters in relevant(**chosen).items():
+        if field in overrides:
+            continue
+        if not matters:
+            chosen[field] = default[field]
+        elif field in OPERATING_POINT and not relevant(**asdict(PRESETS[name]))[field]:
+            chosen[field] = OPERATING_POINT[field]
+    return Policy(**chosen)
+
+
+def presets(names: Sequence[str], **overrides: Any) -> dict[str, Policy]:
+    """Several presets, each with the overrides that mean something to it; one that means nothing to any is refused."""
+    policies: dict[str, Policy] = {}
+    used: set[str] = set()
+    for name in names:
+        base = asdict(PRESETS[name]) if name in PRESETS else asdict(Policy())
+        matters = relevant(**{**base, **overrides})
+        mine = {field: value for field, value in overrides.items() if matters.get(field, True)}
+        used |= mine.keys()
+        policies[name] = preset(name, **mine)
+    idle = [field for field in overrides if field not in used]
+    if idle:
+        what = {"lam": "lambda", "top_j": "top-J protection"}.get(idle[0], idle[0])
+        raise UserError(f"{what} means nothing to {', '.join(names) or 'eviction rules'}: leave it out")
+    return policies

@@ -19,6 +19,9 @@ STATIC_PREFIX = 0.2  # share of the tokens from which static-prefix learns what 
 def lru(loads: np.ndarray, n_experts: int, capacity: int) -> int:
     """Misses of LRU over loads [T, k]; recency is the token of the last use, and ties go to the lowest index.
 
+    That is the paper's Table 3, up to its ties; its Table 5 orders the uses within a token too, which gives hit rates
+    that are lower by about 0.003.
+
     The residents form a ring through the sentinel `n_experts`, ordered by (token of the last use, index): the first is
     the next victim. Only the newest token's experts need sorting in, so a load costs a few steps whatever C is.
     Links are unsigned, which spares a wrap-around test for each index: a third of the time.

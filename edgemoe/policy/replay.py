@@ -37,7 +37,7 @@ def replay_layer(
         algorithm1.freeze(c, layer)
         n = 0
         if c.prefetch == TOKEN_PRIOR or (c.prefetch == PRE_GATE and len(pregate)):
-            algorithm1.prefetch(c, layer, pregate[t] if len(pregate) else scores[t])
+            algorithm1.prefetch(c, layer, pregate[t] if len(pregate) else c.biased)
             n = c.n_copies[0]
         for i in range(n):
             brought[i] = c.copy_expert[i]

@@ -1,0 +1,368 @@
+"""`edgemoe simulate`: what a cache of a given size would make of a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from edgemoe.policy import Policy
+    from edgemoe.tracing import Trace
+    from edgemoe.tracing.simulate import Calibration
+
+PIPED_WIDTH = 120
+
+
+def simulate(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace file.")],
+    capacity: Annotated[
+        str,
+        typer.Option(
+            "--capacity",
+            metavar="LIST",
+            help="Experts that fit: a share (25%), slots per layer (32) or bytes in all (6GB), separated by commas.",
+        ),
+    ] = "12.5%,25%,50%",
+    policy: Annotated[
+        str,
+        typer.Option(
+            "--policy",
+            metavar="LIST",
+            help="Eviction rules on the recorded loads (lru, lfu, static-prefix, static-oracle, score, belady) and"
+            " presets of Algorithm 1 on the stored scores (exact-lru, exact-score, exact-prefetch, cache-prior, psr,"
+            " psr-gated, speculative), separated by commas.",
+        ),
+    ] = "lru,lfu,static-prefix,static-oracle,score,belady",
+    layer: Annotated[
+        str,
+        typer.Option("--layer", metavar="N|all", help="One MoE layer, by the model's numbering, or the sum of all."),
+    ] = "all",
+    domain: Annotated[
+        str | None, typer.Option("--domain", metavar="NAME", help="Only the windows of this domain.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="MODEL", help="The model that was traced: gives the bytes of an expert."),
+    ] = None,
+    expert_bytes: Annotated[
+        str | None,
+        typer.Option("--expert-bytes", metavar="SIZE", help="The size of one expert, like 10.6MB, instead of --model."),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibration",
+            metavar="TRACE",
+            help="Estimate the presets' bonus scale and warm set on this trace of the same model. Default: what TRACE"
+            " holds of them, or else a running scale and experts 0, 1, 2, ...",
+        ),
+    ] = None,
+    lam: Annotated[
+        float | None, typer.Option("--lambda", metavar="X", help="Presets: bonus of resident experts, in mean ranges.")
+    ] = None,
+    top_j: Annotated[
+        int | None, typer.Option("--top-j", metavar="J", help="Presets: the router's best J get the bonus anyway.")
+    ] = None,
+    scale: Annotated[
+        str | None, typer.Option("--scale", metavar="fixed|running", help="Presets: where the mean range comes from.")
+    ] = None,
+    tau: Annotated[
+        float | None, typer.Option("--tau", metavar="X", help="Presets: tolerance of --routing tau, 0 to 1.")
+    ] = None,
+    elide: Annotated[
+        float | None, typer.Option("--elide", metavar="X", help="Presets: do not execute experts of a smaller gate.")
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", metavar="N|unbounded", help="Presets: prefetches per layer and token at most."),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option("--window", metavar="W", help="Presets: how many predicted experts are considered.")
+    ] = None,
+    routing: Annotated[
+        str | None,
+        typer.Option("--routing", metavar="NAME", help="Presets: exact, cache-prior, speculative or tau."),
+    ] = None,
+    eviction: Annotated[
+        str | None, typer.Option("--eviction", metavar="NAME", help="Presets: lru, lfu, static or score.")
+    ] = None,
+    prefetch: Annotated[
+        str | None, typer.Option("--prefetch", metavar="NAME", help="Presets: none, pre-gate or token-prior.")
+    ] = None,
+    gate: Annotated[
+        str | None, typer.Option("--gate", metavar="NAME", help="Presets: none, or predicted: only if it would run.")
+    ] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Also every capacity from 5% to 100% in steps of 5%.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.png", help="Draw the hit rate over the sweep of capacities."),
+    ] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the rows as CSV.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Replay a trace through caches of several sizes: hit rates, misses and bytes per token.
+
+    Eviction rules replay the recorded loads through an empty cache that lives through the whole trace. Presets replay
+    Algorithm 1 of prefetch-steered routing on the stored scores, reset at each window: what the tiers would decide.
+    """
+    from edgemoe.tracing import load_trace
+    from edgemoe.tracing.simulate import check
+
+    recorded = load_trace(trace)
+    check(recorded)
+    if domain is not None:
+        recorded = recorded.only(domain)
+    overrides = {
+        "lam": lam,
+        "top_j": top_j,
+        "scale": scale,
+        "tau": tau,
+        "elide": elide,
+        "budget": _budget(budget),
+        "window": window,
+        "routing": routing,
+        "eviction": eviction,
+        "prefetch": prefetch,
+        "gate": gate,
+    }
+    policies = _policies(policy, {name: value for name, value in overrides.items() if value is not None})
+    sizes, slot_bytes = _sizes(recorded, model, expert_bytes)
+    run = _Run(recorded, policies, _layer(layer), _calibration(recorded, calibration), sizes, as_json)
+    asked = _residencies(capacity, recorded.n_experts, slot_bytes)
+    rows = run.rows(list(asked), "simulating")
+    swept = rows
+    if sweep or plot:
+        swept = run.sweep(rows)
+    if plot:
+        _draw(swept, plot)
+    if sweep:
+        rows = swept
+    if csv:
+        _write_csv(rows, csv)
+    if as_json:
+        _print_json(run, rows)
+    else:
+        _print(run, rows, asked, [path for path in (plot, csv) if path])
+
+
+class _Run:
+    """One command's replays: the same trace, policies, layer and calibration at any capacities."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        policies: dict[str, Policy | None],
+        layer: int | str,
+        calibration: Calibration,
+        sizes: list[int] | None,
+        quiet: bool,
+    ) -> None:
+        from edgemoe.tracing.simulate import completed
+
+        self.trace, self.layer, self.calibration, self.sizes, self.quiet = trace, layer, calibration, sizes, quiet
+        self.policies = {name: policy and completed(policy, calibration) for name, policy in policies.items()}
+
+    def rows(self, capacities: list[int], what: str) -> pd.DataFrame:
+        """Every policy at every capacity; what Algorithm 1 is not defined for is refused."""
+        return self._replay([(self.policies, capacities)], what)
+
+    def sweep(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """The given rows and the missing ones of the sweep, by capacity. Presets start where they are defined."""
+        import pandas as pd
+
+        slots = {max(1, round(share / 100 * self.trace.n_experts)) for share in range(5, 101, 5)}
+        new = sorted(c for c in slots if c not in set(rows["capacity"]))
+        jobs = [
+            ({name: policy}, [c for c in new if policy is None or c >= max(self.trace.top_k, policy.window)])
+            for name, policy in self.policies.items()
+        ]
+        both = pd.concat([rows, self._replay(jobs, "sweeping")], ignore_index=True)
+        order = {name: at for at, name in enumerate(self.policies)}
+        return both.sort_values(["capacity", "policy"], key=lambda c: c.map(order) if c.name == "policy" else c)
+
+    def _replay(self, jobs: list[tuple[dict[str, Policy | None], list[int]]], what: str) -> pd.DataFrame:
+        import pandas as pd
+
+        from edgemoe.progress import progress
+        from edgemoe.tracing.simulate import n_replays, simulate
+
+        total = sum(n_replays(self.trace, capacities, list(named), self.layer) for named, capacities in jobs)
+        with progress(what, total, "replays of a layer", quiet=self.quiet) as advance:
+            frames = [
+                simulate(self.trace, capacities, named, self.layer, self.calibration, self.sizes, advance)
+                for named, capacities in jobs
+            ]
+        return pd.concat([frame for frame in frames if len(frame)], ignore_index=True)
+
+    def notes(self) -> list[str]:
+        """What each preset was, and where its held-out knowledge came from."""
+        steered = {name: policy for name, policy in self.policies.items() if policy}
+        notes = [f"{name} ({policy.hash}): {policy}" for name, policy in steered.items()]
+        if not steered:
+            return notes
+        known = self.calibration
+        warm = f"experts by frequency from {known.source}" if known.warm is not None else "experts 0 to C - 1"
+        said = f"warm set: {warm}; no token prior"
+        if any(policy.uses_bonus for policy in steered.values()):
+            fixed = any(policy.uses_bonus and policy.scale == "fixed" for policy in steered.values())
+            said = f"bonus scale: {f'mean range from {known.source}' if fixed else 'running mean of the range'}; {said}"
+        return [*notes, said]
+
+
+def _policies(text: str, overrides: dict[str, Any]) -> dict[str, Policy | None]:
+    from edgemoe.errors import UserError
+    from edgemoe.policy import PRESETS, presets
+    from edgemoe.policy.eviction import RULES
+
+    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in RULES and name not in PRESETS:
+            known = f"eviction rules are {', '.join(RULES)}; presets are {', '.join(PRESETS)}"
+            raise UserError(f"no policy {name!r}: {known}")
+    steered = presets([name for name in names if name in PRESETS], **overrides)
+    return {name: steered.get(name) for name in names}
+
+
+def _residencies(text: str, n_experts: int, slot_bytes: int | None) -> dict[int, str]:
+    """Slots per layer → what was asked for, in order."""
+    from edgemoe.units import Residency
+
+    asked = [Residency.parse(part) for part in text.split(",")]
+    return {residency.slots(n_experts, slot_bytes): residency.text for residency in asked}
+
+
+def _layer(text: str) -> int | str:
+    from edgemoe.errors import UserError
+
+    if text == "all":
+        return text
+    if not text.isdecimal():
+        raise UserError(f"--layer {text}: expected a layer number or all")
+    return int(text)
+
+
+def _budget(text: str | None) -> int | str | None:
+    from edgemoe.errors import UserError
+
+    if text is None or text == "unbounded":
+        return text
+    if not text.isdecimal():
+        raise UserError(f"--budget {text}: expected a number of prefetches or unbounded")
+    return int(text)
+
+
+def _calibration(recorded: Trace, path: Path | None) -> Calibration:
+    from edgemoe.tracing import load_trace
+    from edgemoe.tracing.simulate import Calibration
+
+    if path is None:
+        return Calibration.stored(recorded)
+    return Calibration.measured(load_trace(path), recorded)
+
+
+def _sizes(recorded: Trace, model: Path | None, size: str | None) -> tuple[list[int] | None, int | None]:
+    """Bytes of one expert in each layer of the trace, and of one expert summed over all MoE layers of the model."""
+    from edgemoe.errors import UserError
+    from edgemoe.units import parse_bytes
+
+    if model and size:
+        raise UserError("--model and --expert-bytes both give the size of an expert: give one")
+    if size:
+        sizes = [parse_bytes(size)] * recorded.n_layers
+        if not sizes[0]:
+            raise UserError(f"--expert-bytes {size}: an expert has at least 1 byte")
+        return sizes, sum(sizes)
+    if not model:
+        return None, None
+    from edgemoe.model import read_model
+
+    geometry = read_model(model).geometry
+    by_layer = dict(zip(geometry.moe_layers, geometry.expert_bytes, strict=True))
+    missing = [int(layer) for layer in recorded.layers if int(layer) not in by_layer]
+    if missing or geometry.n_experts != recorded.n_experts:
+        what = f"its layer {missing[0]} has no experts" if missing else f"it has {geometry.n_experts} experts per layer"
+        raise UserError(f"{model} is not the model of {recorded.name} ({recorded.n_experts} experts): {what}")
+    return [by_layer[int(layer)] for layer in recorded.layers], sum(geometry.expert_bytes)
+
+
+def _draw(rows: pd.DataFrame, path: Path) -> None:
+    from edgemoe.tracing.pictures import hit_rate_by_capacity, save
+
+    save(hit_rate_by_capacity(rows), path)
+
+
+def _write_csv(rows: pd.DataFrame, path: Path) -> None:
+    from edgemoe.errors import UserError
+
+    try:
+        rows.to_csv(path, index=False)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _print_json(run: _Run, rows: pd.DataFrame) -> None:
+    import json
+
+    records = [{name: value for name, value in record.items() if value == value} for record in rows.to_dict("records")]
+    typer.echo(json.dumps({"rows": records, "notes": run.notes()}, allow_nan=False))
+
+
+def _print(run: _Run, rows: pd.DataFrame, asked: dict[int, str], written: list[Path]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPED_WIDTH)
+    trace = run.trace
+    over = f"layer {run.layer}" if isinstance(run.layer, int) else f"all {trace.n_layers} MoE layers"
+    console.print(
+        f"{trace.name}: {trace.n_tokens:,} tokens, {over}, top-{trace.top_k} of {trace.n_experts} experts", markup=False
+    )
+    columns = {name: words for name, words in _COLUMNS.items() if name in rows and rows[name].notna().any()}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table.add_column("capacity", justify="right")
+    table.add_column("policy")
+    for words, _ in columns.values():
+        table.add_column(words, justify="right")
+    previous = None
+    for _, row in rows.iterrows():
+        slots = _slots(row, asked) if row["capacity"] != previous else ""
+        cells = [show(row[name]) if row[name] == row[name] else "" for name, (_, show) in columns.items()]
+        if previous is not None and slots:
+            table.add_section()
+        table.add_row(slots, row["policy"], *cells)
+        previous = row["capacity"]
+    console.print(table)
+    for note in run.notes():
+        console.print(f"[bold]note[/bold] {note}", soft_wrap=True)
+    for path in written:
+        console.print(f"wrote {path}", soft_wrap=True, markup=False)
+
+
+def _slots(row: pd.Series, asked: dict[int, str]) -> str:
+    """`13.4% = 17 slots`, or `17 slots (13.3%)` where slots were asked for."""
+    count = row["capacity"]
+    text = asked.get(count, str(count))
+    return f"{count} slots ({row['share']:.1%})" if text == str(count) else f"{text} = {count} slots"
+
+
+def _bytes(count: float) -> str:
+    from edgemoe.units import format_bytes
+
+    return format_bytes(count)
+
+
+_COLUMNS: dict[str, tuple[str, Any]] = {
+    "hit_rate": ("hit rate", "{:.1%}".format),
+    "misses_per_token": ("misses/token", "{:,.3f}".format),
+    "prefetch_per_token": ("prefetches", "{:,.3f}".format),
+    "unused_per_token": ("unused", "{:,.3f}".format),
+    "replaced_per_token": ("replaced", "{:,.3f}".format),
+    "bytes_per_token": ("bytes/token", _bytes),
+}

@@ -1,0 +1,172 @@
+"""`edgemoe simulate` as a person runs it."""
+
+import json
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from edgemoe.cli import main
+from edgemoe.tracing import Trace, load_trace, save_trace
+from edgemoe.tracing.simulate import Calibration, simulate
+
+FIELDS = ["trace", "layer", "policy", "capacity", "hit_rate", "misses_per_token"]
+ALGORITHM_1 = ["demand_per_token", "prefetch_per_token", "unused_per_token", "replaced_per_token"]
+
+
+@pytest.fixture
+def edgemoe(monkeypatch, capsys):
+    def run(*arguments, expected=0):
+        monkeypatch.setattr(sys, "argv", ["edgemoe", "simulate", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        captured = capsys.readouterr()
+        assert stopped.value.code == expected, captured.err
+        return captured.out if expected == 0 else captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    """m.npz with scores, pre-gate and two domains; loads.npz with loads only; other.npz of another model."""
+    folder = tmp_path_factory.mktemp("traces")
+    rng = np.random.default_rng(11)
+    scores = (rng.normal(size=(2, 90, 16)) + 2 * rng.normal(size=(2, 1, 16))).astype(np.float32)
+    trace = Trace(
+        experts=np.argsort(-scores, axis=2)[:, :, :4].astype(np.int16),
+        n_experts=16,
+        layers=np.array([1, 2], dtype=np.int32),
+        windows=np.array([0, 30, 60]),
+        domains=("prose", "prose", "code"),
+        name="m",
+        scores=scores,
+        pregate=scores + rng.normal(scale=0.3, size=scores.shape).astype(np.float32),
+    )
+    save_trace(trace, folder / "m.npz")
+    bare = {"layers": trace.layers, "windows": trace.windows, "domains": trace.domains, "name": "loads"}
+    save_trace(Trace(experts=trace.experts, n_experts=16, **bare), folder / "loads.npz")
+    save_trace(Trace(experts=trace.experts, n_experts=32, **bare), folder / "other.npz")
+    return folder
+
+
+def test_json_is_one_object_with_the_agreed_fields(edgemoe, traces):
+    answer = json.loads(
+        edgemoe(traces / "m.npz", "--capacity", "25%,8", "--policy", "lru,psr", "--window", "4", "--json")
+    )
+    assert [(row["policy"], row["capacity"]) for row in answer["rows"]] == [
+        (policy, capacity) for capacity in (4, 8) for policy in ("lru", "psr")
+    ]
+    lru, psr = answer["rows"][:2]
+    assert set(FIELDS) <= lru.keys() and not set(ALGORITHM_1) & lru.keys()
+    assert set(FIELDS + ALGORITHM_1) <= psr.keys()
+    assert lru["layer"] == "all" and lru["trace"] == "m"
+    assert psr["misses_per_token"] == psr["demand_per_token"]
+    assert answer["notes"][-1].startswith("bonus scale: running mean of the range; warm set: experts 0 to C - 1")
+
+
+def test_rows_are_those_of_the_library(edgemoe, traces):
+    answer = json.loads(edgemoe(traces / "m.npz", "--capacity", "8", "--layer", "2", "--domain", "code", "--json"))
+    rules = ["lru", "lfu", "static-prefix", "static-oracle", "score", "belady"]
+    expected = simulate(load_trace(traces / "m.npz").only("code"), [8], rules, layer=2)
+    assert answer["rows"] == expected.to_dict("records")
+    assert answer["rows"][0]["trace"] == "m:code" and answer["rows"][0]["layer"] == 2
+
+
+def test_the_table_says_the_count_that_a_share_became(edgemoe, traces):
+    out = edgemoe(traces / "m.npz", "--capacity", "30%,1kB", "--policy", "lru", "--expert-bytes", "50B")
+    assert "30% = 5 slots" in out
+    assert "1kB = 10 slots" in out  # two layers of 50 bytes an expert
+    assert "bytes/token" in out and "\x1b" not in out
+
+
+def test_overrides_reach_the_presets_they_mean_something_to(edgemoe, traces):
+    def replaced(*arguments):
+        answer = json.loads(edgemoe(traces / "m.npz", "--capacity", "8", *arguments, "--json"))
+        return [row["replaced_per_token"] for row in answer["rows"]]
+
+    both = ["--policy", "exact-lru,cache-prior"]
+    assert replaced(*both, "--lambda", "0") == [0, 0]
+    assert replaced(*both, "--lambda", "0.5")[1] > replaced(*both, "--lambda", "0.1")[1] > 0
+    assert replaced("--policy", "psr", "--routing", "exact") == [0]
+    assert replaced("--policy", "exact-lru", "--routing", "tau", "--tau", "0.9")[0] > 0
+
+
+def test_budget_and_gate(edgemoe, traces):
+    def row(*arguments):
+        command = (traces / "m.npz", "--capacity", "8", "--policy", "psr", *arguments, "--json")
+        return json.loads(edgemoe(*command))["rows"][0]
+
+    one, all_of_them, none = row(), row("--budget", "unbounded"), row("--prefetch", "none")
+    assert 0 == none["prefetch_per_token"] < one["prefetch_per_token"] <= 1 < 2
+    assert all_of_them["prefetch_per_token"] > one["prefetch_per_token"]
+    assert row("--gate", "predicted")["unused_per_token"] < one["unused_per_token"]
+    assert row("--eviction", "lru") != one
+
+
+def test_calibration_comes_from_the_other_trace(edgemoe, traces):
+    command = [traces / "m.npz", "--capacity", "8", "--policy", "cache-prior", "--calibration", traces / "m.npz"]
+    answer = json.loads(edgemoe(*command, "--json"))
+    trace = load_trace(traces / "m.npz")
+    expected = simulate(trace, [8], ["cache-prior"], calibration=Calibration.measured(trace, trace))
+    assert answer["rows"] == expected.to_dict("records")
+    assert "mean range from m; warm set: experts by frequency from m" in answer["notes"][-1]
+
+
+def test_sweep_plot_and_csv(edgemoe, traces, tmp_path):
+    picture, table = tmp_path / "sweep.png", tmp_path / "rows.csv"
+    out = edgemoe(
+        *(traces / "m.npz", "--policy", "lru,belady,psr", "--capacity", "50%", "--sweep"),
+        *("--plot", picture, "--csv", table),
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    rows = pd.read_csv(table)
+    assert sorted(set(rows["capacity"])) == list(range(1, 17))
+    assert min(rows.loc[rows["policy"] == "psr", "capacity"]) == 8  # the window of 8 fits from there on
+    hits = rows[rows["policy"] == "belady"].sort_values("capacity")["hit_rate"]
+    assert hits.is_monotonic_increasing
+    assert str(picture) in out and str(table) in out
+
+
+def test_a_plot_leaves_the_rows_to_the_capacities_asked_for(edgemoe, traces, tmp_path):
+    answer = json.loads(
+        edgemoe(traces / "m.npz", "--policy", "lru", "--capacity", "50%", "--plot", tmp_path / "p.png", "--json")
+    )
+    assert [row["capacity"] for row in answer["rows"]] == [8]
+    assert (tmp_path / "p.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["m.npz", "--policy", "fifo"], "no policy 'fifo'"),
+        (["m.npz", "--policy", ""], "no policy ''"),
+        (["m.npz", "--lambda", "0.2"], "lambda means nothing to eviction rules"),
+        (["m.npz", "--policy", "exact-lru", "--top-j", "2"], "top-J protection means nothing to exact-lru"),
+        (["m.npz", "--policy", "psr", "--eviction", "belady"], "'belady' is not one of"),
+        (["m.npz", "--policy", "psr", "--capacity", "8", "--budget", "9"], "exceeds the window"),
+        (["m.npz", "--policy", "psr", "--budget", "some"], "--budget some"),
+        (["m.npz", "--policy", "exact-lru", "--capacity", "3"], "cannot hold the 4 experts"),
+        (["m.npz", "--policy", "psr", "--capacity", "7"], "window of 8"),
+        (["m.npz", "--capacity", "17"], "17 slots"),
+        (["m.npz", "--capacity", "6GB"], "needs the size of an expert"),
+        (["m.npz", "--capacity", "8", "--expert-bytes", "big"], "not a size"),
+        (["m.npz", "--expert-bytes", "0B"], "at least 1 byte"),
+        (["m.npz", "--expert-bytes", "1MB", "--model", "x.gguf"], "give one"),
+        (["m.npz", "--model", "missing.gguf"], "missing.gguf"),
+        (["m.npz", "--layer", "x"], "--layer x"),
+        (["m.npz", "--layer", "0"], "no MoE layer 0"),
+        (["m.npz", "--domain", "math"], "prose, code"),
+        (["m.npz", "--csv", "no/such/folder.csv"], "cannot write"),
+        (["m.npz", "--policy", "psr", "--capacity", "8", "--calibration", "other.npz"], "32 experts"),
+        (["missing.npz"], "no such trace file"),
+        (["loads.npz", "--policy", "psr", "--capacity", "8"], "--scores"),
+    ],
+)
+def test_mistakes_are_one_line(edgemoe, traces, monkeypatch, arguments, says):
+    monkeypatch.chdir(traces)
+    error = edgemoe(*arguments, expected=2)
+    last = error.strip().splitlines()[-1]
+    assert last.startswith("edgemoe: ") and says in last
+    assert "Traceback" not in error

@@ -1,0 +1,248 @@
+"""What a cache would make of a trace: eviction rules on plain loads (arXiv 2608.18261, Appendix E), and Algorithm 1.
+
+An eviction rule replays the recorded loads from an empty cache and carries its state through the whole trace. A policy
+preset replays Algorithm 1 (arXiv 2610.34721, §4.1) on the stored scores, reset to the warm set at each window: the very
+decisions that a tier would make.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import pandas as pd
+
+from edgemoe.errors import UserError
+from edgemoe.policy import PRESETS, Policy, preset
+from edgemoe.policy.eviction import RULES
+from edgemoe.policy.replay import DEMAND, PREFETCHED, REPLACED, UNUSED, replay_layer
+from edgemoe.policy.state import new_block
+from edgemoe.progress import Advance, no_progress
+from edgemoe.tracing.tracefile import Trace
+
+ALL = "all"
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What Algorithm 1 takes from held-out text. There is no token prior in a replay."""
+
+    delta: np.ndarray | None = None  # [L] float32 Δ̄; None: a running scale is used
+    warm: np.ndarray | None = None  # [L, m] experts, most frequent first; None: experts 0 … C − 1
+    source: str = ""
+
+    @classmethod
+    def stored(cls, trace: Trace) -> "Calibration":
+        """What the trace file itself holds."""
+        return cls(trace.delta, trace.warm, trace.name)
+
+    @classmethod
+    def measured(cls, text: Trace, trace: Trace) -> "Calibration":
+        """Estimate for `trace` on another trace of the same model: mean score range, experts by frequency.
+
+        Raises `UserError` if it is of another model or lacks a layer.
+        """
+        where = {int(layer): at for at, layer in enumerate(text.layers)}
+        missing = [int(layer) for layer in trace.layers if int(layer) not in where]
+        if text.n_experts != trace.n_experts or missing:
+            what = f"layer {missing[0]} is not in it" if missing else f"it has {text.n_experts} experts per layer"
+            raise UserError(f"{text.name} cannot calibrate {trace.name} ({trace.n_experts} experts): {what}")
+        check(text)
+        rows = [where[int(layer)] for layer in trace.layers]
+        counts = [np.bincount(loads[loads >= 0], minlength=text.n_experts) for loads in text.experts[rows]]
+        warm = np.argsort(-np.array(counts), axis=1, kind="stable")
+        delta = None
+        if text.scores is not None:
+            delta = np.array([_mean_range(scores) for scores in text.scores[rows]], dtype=np.float32)
+        return cls(delta, warm, text.name)
+
+
+def _mean_range(scores: np.ndarray) -> float:
+    """Mean over tokens of max − min over the experts that are not masked; scores [T, E]."""
+    low = np.where(np.isneginf(scores), np.inf, scores).min(axis=1)
+    return float((scores.max(axis=1) - low).mean(dtype=np.float64))
+
+
+def simulate(
+    trace: Trace,
+    capacities: Sequence[int],
+    policies: Mapping[str, Policy | None] | Iterable[str],
+    layer: int | str = ALL,
+    calibration: Calibration | None = None,
+    expert_bytes: Sequence[int] | None = None,
+    advance: Advance = no_progress,
+) -> pd.DataFrame:
+    """Replay a trace through every policy at every capacity.
+
+    capacities: slots per layer. policies: names of eviction rules and presets, or a mapping from a name to its `Policy`
+    (None for the rule of that name). layer: a layer id of the model, or "all": one row, summed over layers.
+    calibration: Δ̄ and warm set, by default those in the trace file. expert_bytes: [L], size of one expert, by layer.
+    `advance` is told of each replayed layer: there are `n_replays` of them.
+
+    One row per capacity and policy: trace, layer, policy, capacity, share, hit_rate, misses_per_token and, where it
+    is known, bytes_per_token (of demand and prefetch copies). Algorithm 1 adds demand_per_token (its misses),
+    prefetch_per_token, unused_per_token (prefetched, not executed by that layer for that token) and replaced_per_token
+    (executed, not in the router's own top-K); these are NaN for eviction rules.
+
+    Raises `UserError` for an unknown layer or policy, a policy that the capacity does not allow, and a trace that
+    lacks the scores a policy needs.
+    """
+    check(trace)
+    for capacity in capacities:
+        if not 1 <= capacity <= trace.n_experts:
+            raise UserError(f"{trace.name}: {capacity} slots per layer; expected 1 to its {trace.n_experts} experts")
+    named = _resolve(policies)
+    rows = _layer_rows(trace, layer)
+    known = calibration or Calibration.stored(trace)
+    for name, policy in named.items():
+        if policy:
+            _check_policy(trace, name, policy, capacities)
+    out = []
+    for capacity in capacities:
+        for name, policy in named.items():
+            counts = np.zeros((len(rows), 5), dtype=np.int64)
+            if policy:
+                replay = partial(_replay_policy, trace, policy, _block(trace, policy, capacity, known))
+            else:
+                replay = partial(_replay_rule, trace, name, capacity)
+            for i, row in enumerate(rows):
+                counts[i] = replay(row)
+                advance(1)
+            sizes = None if expert_bytes is None else np.asarray(expert_bytes)[rows]
+            loads_in_all = int((trace.experts[rows] >= 0).sum())
+            out.append(_row(trace, layer, name, policy, capacity, counts, loads_in_all, sizes))
+    return pd.DataFrame(out)
+
+
+def n_replays(trace: Trace, capacities: Sequence[int], policies: Sequence[str], layer: int | str = ALL) -> int:
+    """How often `simulate` calls its `advance`."""
+    return len(capacities) * len(policies) * len(_layer_rows(trace, layer))
+
+
+def check(trace: Trace) -> None:
+    """Refuse a trace whose ids or windows would lead the compiled loops astray (`UserError`)."""
+    if 0 in trace.experts.shape:
+        raise UserError(f"{trace.name}: the trace holds no tokens")
+    wrong = trace.experts[(trace.experts < -1) | (trace.experts >= trace.n_experts)]
+    if wrong.size:
+        raise UserError(f"{trace.name}: expert id {wrong[0]}, but the model has experts 0 to {trace.n_experts - 1}")
+    bounds = np.append(trace.windows, trace.n_tokens)
+    if bounds[0] != 0 or np.any(np.diff(bounds) <= 0):
+        raise UserError(f"{trace.name}: its windows do not ascend from 0 to the {trace.n_tokens} tokens")
+    if trace.delta is not None and trace.delta.shape != (trace.n_layers,):
+        raise UserError(f"{trace.name}: `delta` has shape {trace.delta.shape}, expected one value per layer")
+    if trace.warm is not None and (
+        trace.warm.ndim != 2
+        or len(trace.warm) != trace.n_layers
+        or not np.all((trace.warm >= 0) & (trace.warm < trace.n_experts))
+    ):
+        raise UserError(f"{trace.name}: `warm` is not a list of experts for each of the {trace.n_layers} layers")
+
+
+def completed(policy: Policy, calibration: Calibration) -> Policy:
+    """The policy that is replayed: a fixed bonus scale that nothing provides becomes a running one."""
+    if policy.uses_bonus and policy.scale == "fixed" and calibration.delta is None:
+        return replace(policy, scale="running")
+    return policy
+
+
+def _resolve(policies: Mapping[str, Policy | None] | Iterable[str]) -> dict[str, Policy | None]:
+    if not isinstance(policies, Mapping):
+        policies = {name: None if name in RULES else preset(name) for name in _known(policies)}
+    _known(name for name, policy in policies.items() if policy is None)
+    return dict(policies)
+
+
+def _known(names: Iterable[str]) -> list[str]:
+    names = list(names)
+    for name in names:
+        if name not in RULES and name not in PRESETS:
+            raise UserError(
+                f"no policy {name!r}: eviction rules are {', '.join(RULES)}; presets are {', '.join(PRESETS)}"
+            )
+    return names
+
+
+def _layer_rows(trace: Trace, layer: int | str) -> list[int]:
+    """Rows of the trace's arrays for a layer id, or for all."""
+    if layer == ALL:
+        return list(range(trace.n_layers))
+    rows = np.flatnonzero(trace.layers == layer).tolist()
+    if not rows:
+        ids = trace.layers
+        raise UserError(f"{trace.name}: no MoE layer {layer}; it has {len(ids)}, from {ids[0]} to {ids[-1]}")
+    return rows
+
+
+def _check_policy(trace: Trace, name: str, policy: Policy, capacities: Sequence[int]) -> None:
+    if trace.scores is None and (policy.routing != "exact" or policy.elide):
+        raise UserError(f"{name} selects by the router's scores, which {trace.name} lacks: trace it with --scores")
+    if trace.pregate is None and policy.needs_pregate:
+        raise UserError(f"{name} prefetches by the pre-gate, which {trace.name} lacks: trace it with --pregate")
+    for capacity in capacities:
+        try:
+            policy.check(trace.n_experts, trace.top_k, capacity)
+        except UserError as refusal:
+            raise UserError(f"{name}: {refusal}") from None
+
+
+def _top_k(trace: Trace) -> np.ndarray:  # [L]
+    return (trace.experts >= 0).sum(axis=2).max(axis=1)
+
+
+def _block(trace: Trace, policy: Policy, capacity: int, known: Calibration) -> np.ndarray:
+    policy = completed(policy, known)
+    delta = known.delta if known.delta is not None else np.zeros(trace.n_layers, dtype=np.float32)
+    warm = known.warm if known.warm is not None else np.zeros((trace.n_layers, 0), dtype=np.int64)
+    return new_block(policy, _top_k(trace), trace.n_experts, capacity, delta, warm)
+
+
+def _replay_rule(trace: Trace, name: str, capacity: int, row: int) -> np.ndarray:
+    """Counts [5] of one layer under an eviction rule: every miss is a demand copy."""
+    counts = np.zeros(5, dtype=np.int64)
+    counts[DEMAND] = RULES[name](np.ascontiguousarray(trace.experts[row]), trace.n_experts, capacity)
+    return counts
+
+
+def _replay_policy(trace: Trace, policy: Policy, block: np.ndarray, row: int) -> np.ndarray:
+    """Counts [5] of one layer under Algorithm 1; exact routing executes what the trace recorded."""
+    starts = np.zeros(trace.n_tokens, dtype=np.bool_)
+    starts[trace.windows] = True
+    none = np.zeros((0, trace.n_experts), dtype=np.float32)
+    recorded = np.ascontiguousarray(trace.experts[row])
+    if policy.routing != "exact" or policy.elide:
+        recorded = recorded[:0]
+    elif (recorded[:, : (recorded >= 0).sum(axis=1).max()] < 0).any():
+        raise UserError(f"{trace.name}: in layer {trace.layers[row]} some tokens have fewer experts than others")
+    scores = none if trace.scores is None else np.ascontiguousarray(trace.scores[row])
+    gated = trace.pregate is not None and bool(trace.has_pregate[row])
+    pregate = np.ascontiguousarray(trace.pregate[row]) if trace.pregate is not None and gated else none
+    return replay_layer(block, row, starts, scores, pregate, recorded, none)
+
+
+def _row(
+    trace: Trace,
+    layer: int | str,
+    name: str,
+    policy: Policy | None,
+    capacity: int,
+    counts: np.ndarray,  # [layers, 5]
+    loads: int,
+    sizes: np.ndarray | None,  # [layers]
+) -> dict[str, object]:
+    total, tokens = counts.sum(axis=0), trace.n_tokens
+    row: dict[str, object] = {
+        "trace": trace.name,
+        "layer": layer,
+        "policy": name,
+        "capacity": capacity,
+        "share": capacity / trace.n_experts,
+        "hit_rate": 1 - total[DEMAND] / loads,
+        "misses_per_token": total[DEMAND] / tokens,
+    }
+    if sizes is not None:
+        row["bytes_per_token"] = float(((counts[:, DEMAND] + counts[:, PREFETCHED]) * sizes).sum() / tokens)
+    if policy is not None:
+        for column, count in (("demand", DEMAND), ("prefetch", PREFETCHED), ("unused", UNUSED), ("replaced", REPLACED)):
+            row[f"{column}_per_token"] = total[count] / tokens
+    return row
