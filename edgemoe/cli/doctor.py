@@ -15,7 +15,7 @@ def doctor(
 ) -> None:
     """Check this install and this machine, one line each, and say what can be run here.
 
-    Loads llama.cpp, traces two tiny models through it, and looks at RAM (within a container's limit), disk and GPUs.
+    Loads llama.cpp, traces tiny models through it, and looks at RAM (within a container's limit), disk and GPUs.
     Every line is ok, warn (something optional is missing) or fix, with the command that mends it. The exit code is 0
     if nothing needs fixing, and 1 otherwise.
     """

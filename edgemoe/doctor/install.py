@@ -114,7 +114,7 @@ def check_tracing() -> Check:
     except subprocess.TimeoutExpired:
         return Check("self-test", "fix", f"a tiny model was not traced within {SELFTEST_LIMIT_S} s", _reinstall())
     if result.returncode == 0:
-        return Check("self-test", "ok", "struct layout as expected; two tiny models traced, experts match their scores")
+        return Check("self-test", "ok", "struct layout as expected; tiny models traced, experts match their scores")
     if result.returncode < 0:
         return Check("self-test", "fix", f"tracing a tiny model crashes (signal {-result.returncode})", _reinstall())
     said = (result.stdout or result.stderr).strip().splitlines() or ["no reason given"]

@@ -2,7 +2,7 @@
 
 A process of its own, because a library whose structs lie elsewhere may crash instead of answering. Tiny random models
 are traced through the real callback with their scores; every token's experts must be the top-k of its scores, in rank
-order, in each way that llama.cpp ranks them: plain softmax, and sigmoid with a selection bias after a dense layer.
+order, in each way that llama.cpp ranks them: by logits, by sigmoids with a selection bias, and by logits with a bias.
 """
 
 import sys
@@ -25,6 +25,7 @@ N_TOKENS = 96
 MODELS: list[dict[str, Any]] = [
     {"arch": "olmoe", "n_layers": 3},
     {"arch": "deepseek2", "n_layers": 3, "leading_dense": 1, "n_experts": 24, "top_k": 3},
+    {"arch": "gpt-oss", "n_layers": 2, "n_kv_heads": 2},
 ]
 
 
