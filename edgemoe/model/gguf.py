@@ -17,7 +17,9 @@ _MAX_LAYERS = 4096  # llama.cpp takes 512
 # gguf's numbering of gating functions, and what architectures that do not state theirs use in llama.cpp.
 _GATING = {1: "softmax", 2: "sigmoid", 3: "softmax of the chosen", 4: "sqrt-softplus"}
 _UNSTATED_GATING = {
-    **dict.fromkeys(("llama4", "step35", "afmoe", "cohere2moe", "laguna", "hy-v3", "glm4moe", "glm-dsa"), 2),
+    **dict.fromkeys(
+        ("llama4", "step35", "afmoe", "cohere2moe", "laguna", "hy_v3", "glm4moe", "glm-dsa", "glm5-next"), 2
+    ),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe", "mimo2"), 2),
     "gpt-oss": 3,
 }
@@ -32,6 +34,8 @@ _UNSTATED_PATTERN = {
     "exaone4": (4, False),
     "exaone-moe": (4, False),
     "mellum": (4, False),
+    "muse-glimmer": (4, False),
+    "gemma3n": (5, False),
     "cohere2moe": (4, True),
     "laguna": (4, True),
     "smallthinker": (4, True),
