@@ -124,7 +124,8 @@ def _per_token(g: "ModelGeometry", ctx: int) -> "Table":
     from edgemoe.units import format_bytes
 
     table = _table("Bytes per token of decoding", "size", "")
-    note = "all but experts and embeddings"
+    spared = ["experts"] * g.is_moe + ["embeddings"] * (not g.tied_output)
+    note = "all weights" if not spared else f"all but {' and '.join(spared)}"
     table.add_row("always read", format_bytes(g.always_read_bytes), note)
     if g.is_moe:
         loads = sum(g.layer_top_k)

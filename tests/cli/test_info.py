@@ -79,7 +79,7 @@ def test_deepseek_and_dense_models(tmp_path: Path) -> None:
         assert expected in shown
     assert "gate and up merged" in shown and "latent attention" in shown
     dense = info(write_synthetic(tmp_path / "l.gguf", "llama")[0]).stdout
-    assert "dense" in dense and "no experts to trace" in dense and "slots" not in dense.lower()
+    assert "all but embeddings" in dense and "no experts to trace" in dense and "slots" not in dense.lower()
 
 
 def test_names_from_the_file_are_not_markup(tmp_path: Path) -> None:
