@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from edgemoe.errors import UserError
-from edgemoe.llamacpp.graph import TOPK, Router, Unrecognised, find_routers
+from edgemoe.llamacpp.graph import TOPK, Router, find_routers
 from edgemoe.llamacpp.hub import Hub
 from edgemoe.llamacpp.session import Session
 from edgemoe.model import Model, read_model
@@ -97,7 +97,7 @@ def capture(
         routers = _routers(session, hub, windows[0].tokens[:1], described, settings.layers)
         recorder = Recorder(hub, described, routers, settings.scores, settings.weights, settings.pregate)
         recorder.verify(session, windows[0].tokens[: session.n_batch])
-        meta = provenance(described, session, texts, settings, routers)
+        meta = provenance(described, session, texts, settings, routers, recorder.n_experts)
         spool = prepare(out, overwrite, [router.layer for router in routers], recorder.widths, meta)
         planned = sum(len(window.tokens) for window in windows)
         try:
@@ -113,7 +113,7 @@ def capture(
                 raise UserError(f"{error}; what was captured until then is in {spool.path}") from None
             spool.remove()
             raise
-    return _finish(spool, out, routers, planned, interrupted)
+    return _finish(spool, out, planned, interrupted)
 
 
 def _moe_model(path: str | Path, layers: Sequence[int] | None) -> Model:
@@ -149,10 +149,7 @@ def _routers(
     """The wanted routers, found in the graph of one decode."""
     with hub.survey():
         session.decode(tokens)
-    try:
-        found = find_routers(hub.nodes())
-    except Unrecognised as departure:
-        raise UserError(f"{model.path}: its routing is not where edgemoe looks for it ({departure})") from None
+    found = find_routers(hub.nodes())
     session.clear()
     if not found:
         raise UserError(f"{model.path}: llama.cpp's graph of it has no {TOPK} nodes: nothing to trace")
@@ -171,7 +168,7 @@ def _run(
             recorder.record(session, spool, window.tokens[start : start + step], start, decode, advance)
 
 
-def _finish(spool: Spool, out: Path, routers: list[Router], planned: int, interrupted: bool) -> Report:
+def _finish(spool: Spool, out: Path, planned: int, interrupted: bool) -> Report:
     """Check what was captured and turn the spool into the trace file."""
     report = Report(
         path=out,
@@ -179,7 +176,7 @@ def _finish(spool: Spool, out: Path, routers: list[Router], planned: int, interr
         planned_tokens=planned,
         n_windows=len(spool.windows()[0]),
         layers=spool.layers,
-        n_experts=max(router.n_experts for router in routers),
+        n_experts=spool.meta["num_experts"],
         top_k=spool.widths["experts"],
         partial=interrupted,
         members=tuple(spool.widths),

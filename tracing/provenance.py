@@ -39,7 +39,12 @@ def llama_cpp_build() -> dict[str, str]:
 
 
 def provenance(
-    model: Model, session: Session, texts: Sequence[Text], settings: "Settings", routers: Sequence[Router]
+    model: Model,
+    session: Session,
+    texts: Sequence[Text],
+    settings: "Settings",
+    routers: Sequence[Router],
+    n_experts: int,
 ) -> dict[str, Any]:
     """The trace file's `meta`, less what only the end of the run knows. The first keys are the published format's."""
     top_k = [router.top_k for router in routers]
@@ -47,7 +52,7 @@ def provenance(
         "model": model.geometry.name,
         "top_k": max(top_k),
         "k": max(top_k),
-        "num_experts": max(router.n_experts for router in routers),
+        "num_experts": n_experts,
         "n_moe_layers": len(routers),
         "source": f"edgemoe {__version__} trace (llama.cpp eval callback, weights untouched)",
         "layer_top_k": top_k,

@@ -23,7 +23,7 @@ class Recorder:
         """Raises `UserError` where the model's graph does not offer a wanted member."""
         self.hub, self.model, self.routers = hub, model, list(routers)
         self.top_k = max(router.top_k for router in routers)
-        self.n_experts = max(router.n_experts for router in routers)
+        self.n_experts = max([model.geometry.n_experts, *(router.n_experts for router in routers)])
         self.widths = {"experts": self.top_k}
         self._taps: list[Tap] = []
         self._experts = [self._tap(router.topk) for router in routers]
@@ -33,8 +33,7 @@ class Recorder:
         self._inputs: list[int] = []
         self._gates: list[PreGate | None] = []
         if scores or pregate:
-            self._scores = [self._tap(router.scores) for router in routers]
-            self._masks = [self._tap(router.mask) if router.mask else None for router in routers]
+            self._want_scores()
         if scores:
             self.widths["scores"] = self.n_experts
         if weights:
@@ -47,6 +46,16 @@ class Recorder:
         if tap not in self._taps:
             self._taps.append(tap)
         return self._taps.index(tap)
+
+    def _want_scores(self) -> None:
+        for router in self.routers:
+            if not isinstance(router.scores, Reading):
+                raise UserError(
+                    f"{self.model.path}: layer {router.layer} has no scores to store ({router.scores}): "
+                    "leave out --scores and --pregate"
+                )
+            self._scores.append(self._tap(router.scores))
+            self._masks.append(self._tap(router.mask) if router.mask else None)
 
     def _want_weights(self) -> None:
         self.widths["weights"] = self.top_k

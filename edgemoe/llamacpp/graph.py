@@ -96,13 +96,13 @@ class Gate:
 
 @dataclass(frozen=True)
 class Router:
-    """One MoE layer's routing. `gate` is a text where the graph departs from the pattern."""
+    """One MoE layer's routing. `scores` and `gate` are a text where the graph departs from the pattern: why."""
 
     layer: int
-    n_experts: int
+    n_experts: int  # 0 if unknown: nothing is ranked
     top_k: int
     topk: Reading
-    scores: Reading
+    scores: Reading | str
     mask: Reading | None  # −inf where a group mask forbids the expert, if `scores` does not already say so
     weights: Reading | None
     gate: Gate | str
@@ -133,7 +133,7 @@ def _reading(node: Node, named: dict[tuple[str, int], list[Node]], width: int | 
         stem=node.stem,
         layer=node.layer,
         width=width,
-        span=max(width, node.tensor.nb[1] // 4, node.tensor.nb[2] // 4, input_width),
+        span=max(width, node.tensor.nb[1 if node.ne[0] == width else 2] // 4, input_width),
         pick=pick,
         period=len(same),
         integer=node.tensor.type == TYPE_I32,
@@ -143,28 +143,43 @@ def _reading(node: Node, named: dict[tuple[str, int], list[Node]], width: int | 
 
 def _router(layer: int, nodes: Sequence[Node], named: dict[tuple[str, int], list[Node]]) -> Router:
     topk = named[TOPK, layer][0]
-    top_k = topk.ne[0]
     weights = [named[stem, layer][0] for stem in WEIGHTS if (stem, layer) in named]
-    ranked = topk.source(0).source(0) if topk.op == "VIEW" else None
-    if ranked is None:
-        raise Unrecognised(f"{topk.name} is not the head of a sort but {topk.op}")
-    base, groups = _unmask(ranked) if ranked.stem == MASKED else (ranked, None)
-    # Softmax keeps the order, and its logits keep the distances that a bonus is measured in.
-    scored = base.source(0) if base.op == "SOFT_MAX" else ranked
+    n_experts, mask = 0, None
+    scores: Reading | str
+    gate: Gate | str
     try:
-        gate: Gate | str = _gate(base, groups, nodes, named, topk)
+        ranked = _ranked(topk)
+        n_experts = ranked.ne[0]
+        base, groups = _unmask(ranked) if ranked.stem == MASKED else (ranked, None)
+        # Softmax keeps the order, and its logits keep the distances that a bonus is measured in.
+        scored = base.source(0) if base.op == "SOFT_MAX" else ranked
+        scores = _reading(scored, named)
+        mask = _reading(ranked, named) if groups and scored is not ranked else None
     except Unrecognised as departure:
-        gate = str(departure)
+        scores = gate = str(departure)
+    else:
+        try:
+            gate = _gate(base, groups, nodes, named, topk)
+        except Unrecognised as departure:
+            gate = str(departure)
     return Router(
         layer=layer,
-        n_experts=ranked.ne[0],
-        top_k=top_k,
+        n_experts=n_experts,
+        top_k=topk.ne[0],
         topk=_reading(topk, named),
-        scores=_reading(scored, named),
-        mask=_reading(ranked, named) if groups and scored is not ranked else None,
-        weights=_reading(weights[-1], named, top_k) if weights else None,
+        scores=scores,
+        mask=mask,
+        weights=_reading(weights[-1], named, topk.ne[0]) if weights else None,
         gate=gate,
     )
+
+
+def _ranked(topk: Node) -> Node:
+    """What the choice is the head of a sort of; layers that look experts up by token (hash routing) rank nothing."""
+    order = topk.source(0) if topk.op == "VIEW" else topk
+    if order.op != "ARGSORT":
+        raise Unrecognised(f"{topk.name} is not the head of a sort but {order.op}")
+    return order.source(0)
 
 
 def _unmask(masked: Node) -> tuple[Node, Groups]:

@@ -95,7 +95,8 @@ class Session:
             raise UserError(
                 "this llama.cpp build has no GPU support: leave out --n-gpu-layers, or install one that has"
             )
-        self._running: Future[int] | None = None
+        self._running: Future[Any] | None = None
+        self._interrupted = False
         try:
             self._load(n_gpu_layers)
         except BaseException:
@@ -107,7 +108,10 @@ class Session:
         _complaints.clear()
         model_params = lib.llama_model_default_params()
         model_params.n_gpu_layers = n_gpu_layers
-        self._model = lib.llama_model_load_from_file(str(self.path).encode(), model_params)
+        # Asked for every tensor: Ctrl-C need not wait for the rest of a large file.
+        go_on = lib.llama_progress_callback(lambda _progress, _data: not self._interrupted)
+        model_params.progress_callback = go_on
+        self._model = self._call(lib.llama_model_load_from_file, str(self.path).encode(), model_params)
         if not self._model:
             raise UserError(f"{self.path}: llama.cpp cannot load it ({_last_complaint()})")
         params = lib.llama_context_default_params()
@@ -155,18 +159,24 @@ class Session:
         """
         assert 0 < len(tokens) <= self.n_batch and position + len(tokens) <= self.n_ctx
         self._fill(np.asarray(tokens, np.int32), position)
+        status = self._call(self._lib.llama_decode, self._context, self._batch)
+        if status != 0:
+            raise UserError(f"{self.path}: llama.cpp fails to decode (status {status}: {_last_complaint()})")
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        """Call llama.cpp on the decoding thread; an exception meanwhile (Ctrl-C) stops it, then is raised here."""
         try:
-            self._running = _decoder().submit(self._lib.llama_decode, self._context, self._batch)
-            status = self._running.result()
+            self._running = _decoder().submit(function, *arguments)
+            return self._running.result()
         except BaseException:
+            self._interrupted = True
             if self.hub is not None:
                 self.hub.stop()
             self._wait()
             if self.hub is not None:
                 self.hub.go_on()
+            self._interrupted = False
             raise
-        if status != 0:
-            raise UserError(f"{self.path}: llama.cpp fails to decode (status {status}: {_last_complaint()})")
 
     def _wait(self) -> None:
         """Until llama.cpp has let go of this context: freeing it earlier would crash."""
