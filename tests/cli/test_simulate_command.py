@@ -8,6 +8,8 @@ import pandas as pd
 import pytest
 
 from edgemoe.cli import main
+from edgemoe.model import read_model
+from edgemoe.model.synthetic import write_synthetic
 from edgemoe.tracing import Trace, load_trace, save_trace
 from edgemoe.tracing.simulate import Calibration, simulate
 
@@ -79,6 +81,20 @@ def test_the_table_says_the_count_that_a_share_became(edgemoe, traces):
     assert "30% = 5 slots" in out
     assert "1kB = 10 slots" in out  # two layers of 50 bytes an expert
     assert "bytes/token" in out and "\x1b" not in out
+
+
+def test_the_model_gives_the_bytes(edgemoe, traces, tmp_path):
+    write_synthetic(tmp_path / "model.gguf", n_layers=3, n_experts=16, top_k=4)
+    sizes = read_model(tmp_path / "model.gguf").geometry.expert_bytes
+    command = [traces / "m.npz", "--capacity", "8", "--policy", "lru", "--model", tmp_path / "model.gguf"]
+    row = json.loads(edgemoe(*command, "--json"))["rows"][0]
+    assert len(set(sizes)) == 1
+    assert row["bytes_per_token"] == pytest.approx(sizes[0] * row["misses_per_token"])
+    whole = f"{4 * sum(sizes)}B"  # four slots in each of the model's three layers, of which the trace has two
+    assert json.loads(edgemoe(*command, "--capacity", whole, "--json"))["rows"][0]["capacity"] == 4
+    assert "is not the model of other (32 experts)" in edgemoe(traces / "other.npz", *command[1:], expected=2)
+    write_synthetic(tmp_path / "model.gguf", n_layers=2, n_experts=16, top_k=4)
+    assert "its layer 2 has no experts" in edgemoe(*command, expected=2)
 
 
 def test_overrides_reach_the_presets_they_mean_something_to(edgemoe, traces):
