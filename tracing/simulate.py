@@ -16,7 +16,7 @@ from edgemoe.errors import UserError
 from edgemoe.policy import PRESETS, Policy, preset
 from edgemoe.policy.eviction import RULES
 from edgemoe.policy.replay import DEMAND, PREFETCHED, REPLACED, UNUSED, replay_layer
-from edgemoe.policy.state import new_block
+from edgemoe.policy.state import Cache, new_block, view
 from edgemoe.progress import Advance, no_progress
 from edgemoe.tracing.tracefile import Trace
 
@@ -102,7 +102,7 @@ def simulate(
         for name, policy in named.items():
             counts = np.zeros((len(rows), 5), dtype=np.int64)
             if policy:
-                replay = partial(_replay_policy, trace, policy, _block(trace, policy, capacity, known))
+                replay = partial(_replay_policy, trace, policy, _cache(trace, policy, capacity, known))
             else:
                 replay = partial(_replay_rule, trace, name, capacity)
             for i, row in enumerate(rows):
@@ -179,6 +179,9 @@ def _check_policy(trace: Trace, name: str, policy: Policy, capacities: Sequence[
         raise UserError(f"{name} selects by the router's scores, which {trace.name} lacks: trace it with --scores")
     if trace.pregate is None and policy.needs_pregate:
         raise UserError(f"{name} prefetches by the pre-gate, which {trace.name} lacks: trace it with --pregate")
+    for what, values in (("scores", trace.scores), ("pregate", trace.pregate)):
+        if values is not None and np.isnan(values).any():
+            raise UserError(f"{trace.name}: `{what}` holds values that are not numbers: trace it again")
     for capacity in capacities:
         try:
             policy.check(trace.n_experts, trace.top_k, capacity)
@@ -190,11 +193,11 @@ def _top_k(trace: Trace) -> np.ndarray:  # [L]
     return (trace.experts >= 0).sum(axis=2).max(axis=1)
 
 
-def _block(trace: Trace, policy: Policy, capacity: int, known: Calibration) -> np.ndarray:
+def _cache(trace: Trace, policy: Policy, capacity: int, known: Calibration) -> Cache:
     policy = completed(policy, known)
     delta = known.delta if known.delta is not None else np.zeros(trace.n_layers, dtype=np.float32)
     warm = known.warm if known.warm is not None else np.zeros((trace.n_layers, 0), dtype=np.int64)
-    return new_block(policy, _top_k(trace), trace.n_experts, capacity, delta, warm)
+    return view(new_block(policy, _top_k(trace), trace.n_experts, capacity, delta, warm))
 
 
 def _replay_rule(trace: Trace, name: str, capacity: int, row: int) -> np.ndarray:
@@ -204,7 +207,7 @@ def _replay_rule(trace: Trace, name: str, capacity: int, row: int) -> np.ndarray
     return counts
 
 
-def _replay_policy(trace: Trace, policy: Policy, block: np.ndarray, row: int) -> np.ndarray:
+def _replay_policy(trace: Trace, policy: Policy, cache: Cache, row: int) -> np.ndarray:
     """Counts [5] of one layer under Algorithm 1; exact routing executes what the trace recorded."""
     starts = np.zeros(trace.n_tokens, dtype=np.bool_)
     starts[trace.windows] = True
@@ -217,7 +220,7 @@ def _replay_policy(trace: Trace, policy: Policy, block: np.ndarray, row: int) ->
     scores = none if trace.scores is None else np.ascontiguousarray(trace.scores[row])
     gated = trace.pregate is not None and bool(trace.has_pregate[row])
     pregate = np.ascontiguousarray(trace.pregate[row]) if trace.pregate is not None and gated else none
-    return replay_layer(block, row, starts, scores, pregate, recorded, none)
+    return replay_layer(cache, row, starts, scores, pregate, recorded, none)
 
 
 def _row(
@@ -237,7 +240,7 @@ def _row(
         "policy": name,
         "capacity": capacity,
         "share": capacity / trace.n_experts,
-        "hit_rate": 1 - total[DEMAND] / loads,
+        "hit_rate": 1 - total[DEMAND] / loads if loads else float("nan"),
         "misses_per_token": total[DEMAND] / tokens,
     }
     if sizes is not None:

@@ -9,7 +9,7 @@ from edgemoe.errors import UserError
 from edgemoe.policy import algorithm1
 from edgemoe.policy._jit import kernel
 from edgemoe.policy.config import Policy
-from edgemoe.policy.state import Cache, attach, new_block
+from edgemoe.policy.state import attach, new_block, view
 
 
 class Copy(NamedTuple):
@@ -94,7 +94,7 @@ class LogicalCache:
         if warm is None:
             warm = np.zeros((n_layers, 0), dtype=np.int64)
         self.block = new_block(policy, ks, n_experts, capacity, np.asarray(delta, dtype=np.float32), np.asarray(warm))
-        self.state: Cache = attach.py_func(self.block)  # type: ignore[attr-defined]
+        self.state = view(self.block)
         self.reset()
 
     def reset(self) -> None:

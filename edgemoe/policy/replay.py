@@ -4,14 +4,14 @@ import numpy as np
 
 from edgemoe.policy import algorithm1
 from edgemoe.policy._jit import kernel
-from edgemoe.policy.state import EXACT, PRE_GATE, TOKEN_PRIOR, attach
+from edgemoe.policy.state import EXACT, PRE_GATE, TOKEN_PRIOR, Cache
 
 EXECUTED, DEMAND, PREFETCHED, UNUSED, REPLACED = range(5)
 
 
 @kernel
 def replay_layer(
-    block: np.ndarray,
+    c: Cache,
     layer: int,
     starts: np.ndarray,  # [T] bool: a sequence starts here
     scores: np.ndarray,  # [T, E] float32
@@ -25,7 +25,6 @@ def replay_layer(
     an executed expert is replaced if the router's own top-K does not contain it. Layers are independent given their
     scores, so replaying them one after the other decides what interleaving them by token would.
     """
-    c = attach(block)
     counts = np.zeros(5, dtype=np.int64)
     brought = np.empty(c.n_experts, dtype=np.int64)
     for t in range(len(starts)):

@@ -108,6 +108,12 @@ def attach(block: np.ndarray) -> Cache:
     )  # fmt: skip
 
 
+def view(block: np.ndarray) -> Cache:
+    """`attach` in Python: what kernels that take a `Cache` are called with, and a look at the state."""
+    cache: Cache = attach.py_func(block)  # type: ignore[attr-defined]
+    return cache
+
+
 @kernel
 def attach_address(address):  # type: ignore[no-untyped-def]
     """The named arrays of the block at an address: what a `numba.cfunc` does with its `user_data` pointer."""
@@ -140,7 +146,7 @@ def new_block(
         policy.window,
         policy.insertions,
     )
-    cache = attach.py_func(block)  # type: ignore[attr-defined]
+    cache = view(block)
     with np.errstate(divide="ignore"):
         cache.rules[:] = (policy.lam, np.log1p(-policy.tau), np.log(policy.elide) - np.log1p(-policy.elide))
     cache.top_k[:] = top_k

@@ -157,6 +157,7 @@ def test_without_calibration_the_scale_runs_and_the_warm_set_is_the_first_expert
         ({}, ([6], ["psr"]), "window of 8"),
         ({"scores": None}, ([8], ["cache-prior"]), "trace it with --scores"),
         ({"pregate": None}, ([8], ["exact-prefetch"]), "trace it with --pregate"),
+        ({"scores": np.full((3, 60, 16), np.nan, np.float32)}, ([8], ["cache-prior"]), "not numbers"),
         ({"experts": np.full((3, 60, 4), 16, np.int16)}, ([6], ["lru"]), "expert id 16"),
         ({"experts": np.full((3, 60, 4), -2, np.int16)}, ([6], ["lru"]), "expert id -2"),
         ({"experts": np.zeros((3, 0, 4), np.int16)}, ([6], ["lru"]), "no tokens"),
