@@ -6,6 +6,7 @@ A batch is a function of (seed, step) alone, so a resumed run sees what an unint
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ class Corpus:
     train: dict[str, Tensor]  # domain → [N] int16, ids below 2¹⁵
     valid: dict[str, Tensor]
     unigram_entropy: dict[str, float]  # nats per token
-    manifest: dict[str, object]
+    manifest: dict[str, Any]
 
 
 def load_corpus(directory: Path, device: str) -> Corpus:

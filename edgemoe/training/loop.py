@@ -28,7 +28,7 @@ class TrainConfig:
     """Everything that decides the result, besides the corpus."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    steps: int = 6000
+    steps: int = 9000
     batch: int = 128  # windows of `model.context` tokens
     peak_lr: float = 2e-3
     warmup: int = 200
