@@ -36,7 +36,8 @@ class Policy:
     top_j: int = 0
     """The router's own J best get the bonus as if they were resident (Appendix B)."""
     scale: Scale = "fixed"
-    """Δ̄: estimated on held-out text, or the running mean over this request, the current token included (§6.1)."""
+    """Δ̄: estimated on held-out text, or the running mean over this request, the current token included (§6.1). A
+    predicted gate, which decides before the current scores are known, sees the mean of the tokens before."""
     tau: float = 0.0
     """Relative tolerance of tau routing."""
     elide: float = 0.0

@@ -107,22 +107,24 @@ class LogicalCache:
             self.state.prior[:] = self.prior[:, token]
         _begin_token(self.block)
 
-    def prefetch(self, layer: int, pregate: np.ndarray) -> list[Copy]:
+    def prefetch(self, layer: int, pregate: np.ndarray | None = None) -> list[Copy]:
         """Part 1 of Algorithm 1: insert experts that the pre-gate's scores [E] predict. Copies in order, at most n.
 
-        A layer without a pre-gate skips this call. Under prefetch by token prior the scores are not read; without
-        prefetch there is nothing to do.
+        A layer without a pre-gate skips this call. Prefetch by token prior needs no scores; without prefetch there is
+        nothing to do.
         """
         self._check_frozen(layer)
         if self.policy.prefetch == "none":
             return []
-        _prefetch(self.block, layer, np.ascontiguousarray(pregate, dtype=np.float32))
+        if pregate is None and self.policy.needs_pregate:
+            raise ValueError(f"layer {layer} prefetches by the pre-gate: give its scores, or skip the call")
+        _prefetch(self.block, layer, self.state.biased if pregate is None else self._scores(pregate))
         return self._copies()
 
     def select(self, layer: int, scores: np.ndarray) -> Selection:
         """Part 2 of Algorithm 1: choose the experts by the router's scores [E], insert them, update the statistics."""
         self._check_frozen(layer)
-        m = _select(self.block, layer, np.ascontiguousarray(scores, dtype=np.float32))
+        m = _select(self.block, layer, self._scores(scores))
         return Selection(self.state.executed[:m].tolist(), self._copies())
 
     def observe(self, layer: int, experts: Sequence[int] | np.ndarray) -> list[Copy]:
@@ -130,7 +132,11 @@ class LogicalCache:
         if self.policy.routing != "exact" or self.policy.elide:
             raise ValueError(f"only plain exact routing executes the router's choice as it is, not {self.policy}")
         self._check_frozen(layer)
-        _observe(self.block, layer, np.ascontiguousarray(experts, dtype=np.int16))
+        chosen = np.ascontiguousarray(experts, dtype=np.int16)
+        k, n_experts = int(self.state.top_k[layer]), self.state.n_experts
+        if chosen.shape != (k,) or chosen.min() < 0 or chosen.max() >= n_experts:
+            raise ValueError(f"layer {layer} executes {k} of {n_experts} experts, not {experts}")
+        _observe(self.block, layer, chosen)
         return self._copies()
 
     def resident(self, layer: int) -> list[int]:
@@ -138,6 +144,13 @@ class LogicalCache:
         slots = self.state.slot_of[layer]
         (experts,) = np.nonzero(slots >= 0)
         return experts[np.argsort(slots[experts])].tolist()
+
+    def _scores(self, values: np.ndarray) -> np.ndarray:
+        """As the kernels take them; they trust the length."""
+        scores = np.ascontiguousarray(values, dtype=np.float32)
+        if scores.shape != (self.state.n_experts,):
+            raise ValueError(f"expected {self.state.n_experts} scores, one per expert, not shape {scores.shape}")
+        return scores
 
     def _copies(self) -> list[Copy]:
         n = int(self.state.n_copies[0])

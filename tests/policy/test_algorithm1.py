@@ -182,6 +182,39 @@ def test_a_snapshot_of_the_block_restores_every_decision():
     assert run(scores[20:]) == first
 
 
+def test_arrays_that_do_not_fit_are_errors():
+    cache = LogicalCache(Policy(prefetch="pre-gate", window=1, budget=1), n_layers=1, n_experts=4, top_k=2, capacity=2)
+    cache.begin_token()
+    for wrong in (np.zeros(3), np.zeros(5), np.zeros((1, 4))):
+        with pytest.raises(ValueError, match="4 scores"):
+            cache.select(0, wrong)
+        with pytest.raises(ValueError, match="4 scores"):
+            cache.prefetch(0, wrong)
+    for wrong in ([0], [0, 1, 2], [0, 4], [-1, 0]):
+        with pytest.raises(ValueError, match="2 of 4 experts"):
+            cache.observe(0, wrong)
+    with pytest.raises(ValueError, match="pre-gate"):
+        cache.prefetch(0)
+    steered = LogicalCache(Policy(routing="tau", tau=0.5), n_layers=1, n_experts=4, top_k=2, capacity=2)
+    steered.begin_token()
+    with pytest.raises(ValueError, match="exact routing"):
+        steered.observe(0, [0, 1])
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_observing_the_routers_choice_is_selecting_exactly(case):
+    case["policy"] = Policy(eviction=case["policy"].eviction)
+    selecting, _ = pair(case)
+    observing, _ = pair(case)
+    for z in case["scores"][0]:
+        selecting.begin_token()
+        observing.begin_token()
+        experts, copies = selecting.select(0, z)
+        assert observing.observe(0, experts) == copies
+        assert observing.resident(0) == selecting.resident(0)
+
+
 def test_selecting_twice_for_one_token_is_an_error():
     cache = LogicalCache(Policy(), n_layers=2, n_experts=4, top_k=1, capacity=2)
     with pytest.raises(RuntimeError, match="begin_token"):

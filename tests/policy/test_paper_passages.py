@@ -128,10 +128,10 @@ def test_token_prior_prefetch_ranks_the_a_priority():
     prior[1, 2, [4, 5]] = 0.5, 0.9
     cache = make(Policy(prefetch="token-prior", window=3, budget=2, eviction="score"), prior=prior)
     cache.begin_token(2)
-    assert cache.prefetch(1, np.zeros(6)) == [(5, 0), (4, 1)]
+    assert cache.prefetch(1) == [(5, 0), (4, 1)]
     cache.reset()
     cache.begin_token(0)
-    assert cache.prefetch(1, np.zeros(6)) == []  # nothing is known of any expert yet
+    assert cache.prefetch(1) == []  # nothing is known of any expert yet
 
 
 def test_the_warm_set_is_padded_by_the_lowest_index():
