@@ -195,7 +195,7 @@ def choose(c: Cache, layer: int, z: np.ndarray, k: int) -> None:
     if c.routing == CACHE_PRIOR:
         extra = bonus(c, layer, c.clock[layer] + 1)
         bias(c, layer, z, extra)
-        for j in range(c.top_j):  # the router's best count as resident (Appendix B)
+        for j in range(min(c.top_j, k)):  # the router's best count as resident (Appendix B)
             c.biased[c.own[j]] = z[c.own[j]] + extra
         rank(c.biased, z, k, c.order)
     for i in range(k):
