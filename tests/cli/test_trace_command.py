@@ -102,7 +102,15 @@ def test_overwrite_replaces_only_with_a_whole_trace(folder: Path) -> None:
 def start_and_signal(folder: Path, out: str, number: int, *options: str) -> subprocess.CompletedProcess[str]:
     """Start a run of minutes, and send the signal once it has spooled a few hundred tokens."""
     command = [*COMMAND, "moe.gguf", "-f", "text.txt", "-o", out, "--decode", "--threads", "1", *options]
-    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A test run in the background of a shell ignores SIGINT, and its children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     tokens = folder / f"{out}.partial" / "tokens.i32"
     deadline = time.monotonic() + 60
     while not (tokens.exists() and tokens.stat().st_size >= 4 * 200):

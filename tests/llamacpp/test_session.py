@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,15 @@ def test_a_decode_leaves_logits_of_every_row_and_clear_forgets(path: Path) -> No
         assert np.array_equal(session.logits(20), first)
 
 
-def test_an_interrupt_stops_the_graph_and_the_session_survives(path: Path) -> None:
+@pytest.fixture
+def sigint_raises() -> Iterator[None]:
+    """Also where the test run is in the background of a shell, which ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_stops_the_graph_and_the_session_survives(path: Path, sigint_raises: None) -> None:
     with Session(path, n_threads=1, hub=Hub()) as session:
         start = time.monotonic()
         session.decode(TOKENS)
@@ -64,6 +73,27 @@ def test_an_interrupt_stops_the_graph_and_the_session_survives(path: Path) -> No
         session.clear()
         session.decode(TOKENS)
         assert np.array_equal(session.logits(512), expected)
+
+
+def test_an_interrupt_ends_a_call_into_llama_cpp_before_it_is_raised(path: Path, sigint_raises: None) -> None:
+    """Loading is such a call: its progress callback sees the interrupt, and nothing is freed while it runs."""
+    with Session(path, n_threads=1) as session:
+        seen: list[bool] = []
+
+        def loads() -> None:
+            for _ in range(1000):
+                time.sleep(0.01)
+                if session._interrupted:
+                    break
+            seen.append(session._interrupted)
+
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            session._call(loads)
+        assert seen == [True]
+        timer.join()
+        session.decode(TOKENS[:4])
 
 
 def test_a_model_that_does_not_load_gives_llama_cpp_s_reason(path: Path, tmp_path: Path) -> None:
