@@ -9,6 +9,7 @@ import sys
 import typer
 
 from edgemoe import __version__
+from edgemoe.cli.demo import demo
 from edgemoe.cli.doctor import doctor
 from edgemoe.cli.info import info
 from edgemoe.cli.simulate import simulate
@@ -41,7 +42,7 @@ def root(
 
 
 # Verbs in the order in which a newcomer meets them.
-for verb in (info, trace, stats, simulate, doctor):
+for verb in (demo, info, trace, stats, simulate, doctor):
     app.command()(verb)
 
 

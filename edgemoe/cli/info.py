@@ -44,7 +44,7 @@ def show(model: "Model", ctx: int, console: "Console") -> None:
     from rich.panel import Panel
 
     g = model.geometry
-    console.print(Panel(_identity(model), title=f"[bold]{_escape(g.name)}[/]", title_align="left", padding=(0, 1)))
+    console.print(Panel(identity(model), title=f"[bold]{_escape(g.name)}[/]", title_align="left", padding=(0, 1)))
     for table in (_parts(g), _per_token(g, ctx), _memory(g, ctx)):
         console.print(table)
         console.print()
@@ -59,7 +59,8 @@ def _escape(text: str) -> str:
     return escape(text)
 
 
-def _identity(model: "Model") -> str:
+def identity(model: "Model") -> str:
+    """A few lines, in rich's markup: architecture, routing, size."""
     from edgemoe.units import format_bytes
 
     g = model.geometry
