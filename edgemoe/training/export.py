@@ -11,6 +11,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from edgemoe.errors import UserError
@@ -50,6 +51,21 @@ def weights_of(model: MoEModel) -> Weights:
         weights[f"blk.{layer}.ffn_up_exps.weight"] = up
         weights[f"blk.{layer}.ffn_down_exps.weight"] = state[f"layers.{layer}.mlp.down"].transpose(0, 2, 1)
     return weights
+
+
+def model_of(config: ModelConfig, weights: Weights) -> MoEModel:
+    """The model that has these weights: the inverse of `weights_of`."""
+    state = {f"{theirs.removeprefix('model.')}.weight": weights[f"{ours}.weight"] for ours, theirs in _HF_TOP.items()}
+    for layer in range(config.n_layers):
+        for ours, theirs in _HF_NAMES.items():
+            target = f"layers.{layer}.{theirs}"
+            state[target if ours == "ffn_gate_inp" else f"{target}.weight"] = weights[f"blk.{layer}.{ours}.weight"]
+        gate, up, down = (weights[f"blk.{layer}.{name}.weight"] for name in _HF_EXPERTS)
+        state[f"layers.{layer}.mlp.gate_up"] = np.concatenate([gate, up], axis=1).transpose(0, 2, 1)
+        state[f"layers.{layer}.mlp.down"] = down.transpose(0, 2, 1)
+    model = MoEModel(config)
+    model.load_state_dict({name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in state.items()})
+    return model
 
 
 def write_gguf(
@@ -138,7 +154,8 @@ def read_gguf(path: Path) -> tuple[ModelConfig, Weights, Tokenizer]:
 def build_tokenizer(tokens: list[str], merges: list[str]) -> Tokenizer:
     """Byte-level BPE with GPT-2's splitting, which llama.cpp calls `gpt-2`; BOS opens every text."""
     vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab, [tuple(merge.split(" ")) for merge in merges]))
+    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
+    tokenizer = Tokenizer(models.BPE(vocab, pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
