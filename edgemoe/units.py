@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from edgemoe.errors import UserError
 
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_DECIMAL = ("B", "kB", "MB", "GB", "TB")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b", re.IGNORECASE)
 
 
@@ -19,12 +20,10 @@ def parse_bytes(text: str) -> int:
 
 def format_bytes(count: float) -> str:
     """`12.6 MB`: three significant digits, decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 999.5:
-            break
-        count /= 1000
-    else:
-        unit = "TB"
+    power = 0
+    while power < len(_DECIMAL) - 1 and abs(count) >= 999.5:
+        count, power = count / 1000, power + 1
+    unit = _DECIMAL[power]
     if unit == "B":
         return f"{count:.0f} B" if float(count).is_integer() else f"{count:.3g} B"
     return f"{count:.{0 if abs(count) >= 99.95 else 1 if abs(count) >= 9.995 else 2}f} {unit}"
