@@ -11,6 +11,7 @@ class Gpu:
     name: str
     total: int
     free: int
+    uuid: str = ""
 
 
 class _Memory(ctypes.Structure):
@@ -43,4 +44,7 @@ def _gpu(nvml: ctypes.CDLL, index: int) -> Gpu | None:
         return None
     if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
         return None
-    return Gpu(name.value.decode(errors="replace"), memory.total, memory.free)
+    uuid = ctypes.create_string_buffer(96)
+    if nvml.nvmlDeviceGetUUID(handle, uuid, len(uuid)) != 0:
+        return None
+    return Gpu(name.value.decode(errors="replace"), memory.total, memory.free, uuid.value.decode(errors="replace"))
