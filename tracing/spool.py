@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -128,19 +128,24 @@ class Spool:
     def assemble(self, out: Path, **more_meta: Any) -> None:
         """Write the trace file, whole or not at all, and remove the spool. Integers are deflated, floats stored."""
         temporary = out.with_name(out.name + ".tmp")
-        with temporary.open("wb") as file:
-            with zipfile.ZipFile(file, "w", allowZip64=True) as archive:
-                _write_member(archive, "meta", [np.array(json.dumps(self.full_meta(**more_meta)))], ())
-                layers = {"layers": np.array(self.layers, np.int32), **self._short_members()}
-                for name, array in layers.items():
-                    _write_member(archive, name, [array], array.shape)
-                for name, width in self.widths.items():
-                    shape = (len(self.layers), self.n_tokens, width)
-                    _write_member(archive, name, self.member(name), shape)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(out)
+        try:
+            with temporary.open("wb") as file:
+                self._write(file, more_meta)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(out)
+        finally:
+            temporary.unlink(missing_ok=True)
         self.remove()
+
+    def _write(self, file: IO[bytes], more_meta: dict[str, Any]) -> None:
+        with zipfile.ZipFile(file, "w", allowZip64=True) as archive:
+            _write_member(archive, "meta", [np.array(json.dumps(self.full_meta(**more_meta)))], ())
+            short = {"layers": np.array(self.layers, np.int32), **self._short_members()}
+            for name, array in short.items():
+                _write_member(archive, name, [array], array.shape)
+            for name, width in self.widths.items():
+                _write_member(archive, name, self.member(name), (len(self.layers), self.n_tokens, width))
 
     def remove(self) -> None:
         shutil.rmtree(self.path)

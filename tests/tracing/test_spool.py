@@ -86,6 +86,20 @@ def test_folders_that_are_no_spool(tmp_path: Path) -> None:
         load_trace(empty.path)
 
 
+def test_an_interrupted_assembly_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    spool, arrays = filled(tmp_path / "t.npz.partial")
+    (tmp_path / "t.npz").write_bytes(b"old")
+    monkeypatch.setattr("edgemoe.tracing.spool.os.fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        spool.assemble(tmp_path / "t.npz")
+    assert (tmp_path / "t.npz").read_bytes() == b"old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.npz", "t.npz.partial"]
+    assert np.array_equal(load_trace(spool.path).experts, arrays["experts"])
+
+
 def test_assembling_needs_little_memory(tmp_path: Path) -> None:
     spool = Spool.create(tmp_path / "t.npz.partial", range(4), {"experts": 2, "scores": 256}, META)
     spool.begin_window("x")
