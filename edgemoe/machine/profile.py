@@ -61,7 +61,7 @@ class Ssd:
 
     `device` identifies it (a profile of another disk is refused), `kind` is what may be called it: "SSD", "hard disk",
     "virtual disk", "network", ...; `method` how it was read: "O_DIRECT", or "cold buffered" where that is refused.
-    `cached` is false in every profile: a rate of the page cache is refused when it is measured.
+    `cached` is false in every profile: a rate of the page cache is refused when it is measured, on what `evidence` says.
     """
 
     dir: str
@@ -75,6 +75,7 @@ class Ssd:
     points: tuple[SsdPoint, ...]
     cached: bool
     label: str
+    evidence: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.cached:
@@ -140,13 +141,51 @@ class RamRates:
 
 
 @dataclass(frozen=True)
+class ProductCost:
+    """Seconds of one product on the CPU at batch 1: `per_node + per_row · rows + per_byte · bytes`.
+
+    A node of the graph costs its dispatch and the threads' meeting, a row of the weight the call of its dot product,
+    the bytes their way from RAM. Fitted over products of several shapes; `residual` is the largest relative error.
+    """
+
+    per_node: float
+    per_row: float
+    per_byte: float
+    residual: float
+
+    def __post_init__(self) -> None:
+        if min(self.per_node, self.per_row, self.residual) < 0 or not self.per_byte > 0:
+            raise ValueError(f"{self.per_node} + {self.per_row} per row + {self.per_byte} per byte is no cost")
+
+    def seconds(self, nbytes: float, rows: float) -> float:
+        return self.per_node + self.per_row * rows + self.per_byte * nbytes
+
+
+@dataclass(frozen=True)
 class ExpertRate:
-    """Weights of one quantisation type (`Q8_0`) that ggml's own expert product (MUL_MAT_ID) reads per second."""
+    """Weights of one quantisation type (`Q8_0`) that ggml's own product reads per second, on large matrices.
+
+    `repacked` says that they lie as llama.cpp rearranges them by default where this CPU has a kernel for it. `cost`
+    foretells the smaller ones.
+    """
 
     type: str
     repacked: bool
     threads: int
     bytes_per_s: Rate
+    cost: ProductCost | None = None
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """Seconds of a graph node that computes next to nothing."""
+
+    threads: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ValueError(f"a node of {self.seconds} seconds")
 
 
 @dataclass(frozen=True)
@@ -206,7 +245,9 @@ class Profile:
     created: str
     ram: RamRates
     ssd: Ssd | None = None
-    cpu_experts: tuple[ExpertRate, ...] = ()
+    cpu_experts: tuple[ExpertRate, ...] = ()  # MUL_MAT_ID
+    cpu_dense: tuple[ExpertRate, ...] = ()  # MUL_MAT
+    cpu_nodes: tuple[NodeCost, ...] = ()
     gpus: tuple[GpuRates, ...] = ()
     quick: bool = False
     notes: tuple[str, ...] = ()
