@@ -30,7 +30,7 @@ def default_threads() -> int:
 
 
 @functools.cache
-def _quiet() -> tuple[ModuleType, object]:
+def quiet() -> tuple[ModuleType, object]:
     """The bindings, with llama.cpp's log going to `_complaints` (errors only) instead of stderr."""
     lib = llama()
     level_before = 0
@@ -48,7 +48,7 @@ def _quiet() -> tuple[ModuleType, object]:
 
 
 @functools.cache
-def _decoder() -> ThreadPoolExecutor:
+def decoder() -> ThreadPoolExecutor:
     """The one thread that decodes, for every session.
 
     OpenMP keeps a team of workers per thread that starts work. Two teams are more threads than cores; their barriers
@@ -82,7 +82,7 @@ class Session:
         n_threads: int | None = None,
         hub: Hub | None = None,
     ) -> None:
-        self._lib: Any = _quiet()[0]
+        self._lib: Any = quiet()[0]
         self.path, self.hub = Path(path), hub
         self.n_ctx, self.n_batch = n_ctx, min(n_batch, n_ctx, MAX_BATCH)
         self.n_ubatch = min(n_ubatch or self.n_batch, self.n_batch)
@@ -166,7 +166,7 @@ class Session:
     def _call(self, function: Any, *arguments: Any) -> Any:
         """Call llama.cpp on the decoding thread; an exception meanwhile (Ctrl-C) stops it, then is raised here."""
         try:
-            self._running = _decoder().submit(function, *arguments)
+            self._running = decoder().submit(function, *arguments)
             return self._running.result()
         except BaseException:
             self._interrupted = True
