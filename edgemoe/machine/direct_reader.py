@@ -1,0 +1,143 @@
+"""Reads with many in flight, in native code without the interpreter's lock: what the disk gives, not what Python does.
+
+One thread per request in flight, each with an aligned buffer of its own, in a loop around pread(2) compiled by numba.
+At 4 KiB the kernel's cost of a call counts too, as it does for any program that reads so.
+"""
+
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+import numba
+import numpy as np
+from numba import types
+
+# Symbols of the C library that is in the process anyway: resolved by name, so the machine code can be kept on disk.
+_pread = types.ExternalFunction("pread", types.int64(types.int32, types.intp, types.uintp, types.int64))
+_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
+_MONOTONIC = 1
+
+
+@numba.njit(nogil=True, cache=True)
+def _now(clock: np.ndarray) -> int:
+    _clock_gettime(_MONOTONIC, clock.ctypes.data)
+    return clock[0] * 1_000_000_000 + clock[1]
+
+
+@numba.njit(nogil=True, cache=True)
+def _read_loop(  # type: ignore[no-untyped-def]
+    descriptor, address, length, offsets, least, most, nanoseconds, result
+):
+    """Read `length` bytes at each offset, round and round, until the time is up; `least` to `most` requests.
+
+    result: int64 [start, end, requests, failed offset or −1, what pread gave there].
+    """
+    clock = np.empty(2, np.int64)
+    start = _now(clock)
+    end, done, failed, got = start, 0, -1, 0
+    while done < most and (done < least or end - start < nanoseconds):
+        offset = offsets[done % len(offsets)]
+        got = _pread(descriptor, address, length, offset)
+        if got != length:
+            failed = offset
+            break
+        done += 1
+        end = _now(clock)
+    result[0], result[1], result[2], result[3], result[4] = start, end, done, failed, got
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What one round read: bytes, and seconds from the first thread's start to the last one's end."""
+
+    bytes: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.bytes / self.seconds
+
+
+class DirectReader:
+    """Reads of a file with many in flight; a context manager.
+
+    `memory` is what all buffers of one round may take, in bytes; they are touched before anything is timed. Offsets
+    and lengths are the caller's to align if the file is open with O_DIRECT; buffers start at pages.
+    """
+
+    def __init__(self, depth: int, memory: int) -> None:
+        self._pages = mmap.mmap(-1, memory)
+        self._buffer = np.frombuffer(self._pages, np.uint8)
+        self._buffer[:: mmap.PAGESIZE] = 1
+        self._pool = ThreadPoolExecutor(depth, "edgemoe-read")
+
+    def __enter__(self) -> "DirectReader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown()
+        del self._buffer
+        self._pages.close()
+
+    def read(
+        self, descriptor: int, length: int, offsets: Sequence[np.ndarray], seconds: float, once: bool = False
+    ) -> Reads:
+        """One thread per array of offsets (int64 [n]), each cycling through its own until the time is up.
+
+        Each reads once at least; with `once`, no offset twice. Raises `OSError` for a read that fails, `EOFError` for
+        one that is short.
+        """
+        results = np.zeros((len(offsets), 8), np.int64)  # a cache line each
+        ready = threading.Barrier(len(offsets))
+        stride = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+        if len(offsets) * stride > len(self._buffer):
+            raise ValueError(f"{len(offsets)} × {length} bytes do not fit in buffers of {len(self._buffer)}")
+
+        def work(at: int) -> None:
+            address, most = self._buffer.ctypes.data + at * stride, len(offsets[at]) if once else 1 << 62
+            ready.wait()
+            _read_loop(descriptor, address, length, offsets[at], 1, most, int(seconds * 1e9), results[at])
+
+        try:
+            for future in [self._pool.submit(work, at) for at in range(len(offsets))]:
+                future.result()
+        except BaseException:
+            ready.abort()  # threads that wait for others which will not come
+            raise
+        for _, _, _, failed, got, *_ in results.tolist():
+            if failed >= 0:
+                _explain(descriptor, length, failed, got)
+        nanoseconds = int(results[:, 1].max() - results[:, 0].min())
+        return Reads(int(results[:, 2].sum()) * length, nanoseconds / 1e9)
+
+
+def _explain(descriptor: int, length: int, offset: int, got: int) -> None:
+    """Native code does not see errno: ask Python for the same bytes."""
+    with mmap.mmap(-1, -(-length // mmap.PAGESIZE) * mmap.PAGESIZE) as pages:
+        with memoryview(pages) as whole, whole[:length] as view:
+            os.preadv(descriptor, [view], offset)
+    raise EOFError(f"a read of {length} bytes at {offset} gave {got}")
+
+
+def sequential(size: int, length: int, depth: int, start: int = 0) -> list[np.ndarray]:
+    """Offsets of a stream read by `depth` threads in turn: thread i takes requests i, i + depth, … of the file, around.
+
+    `start` (in requests) is where the stream begins.
+    """
+    count = size // length
+    lanes = [(np.arange(at, max(count, at + 1), depth, dtype=np.int64) + start) % count for at in range(depth)]
+    return [lane * length for lane in lanes]
+
+
+def at_random(size: int, length: int, depth: int, generator: np.random.Generator) -> list[np.ndarray]:
+    """Offsets of requests anywhere in the file, at multiples of their length, no place twice before the others."""
+    count = size // length
+    order = generator.permutation(count)[: 4096 * depth].astype(np.int64)
+    lanes = [np.arange(at, max(len(order), at + 1), depth) % len(order) for at in range(depth)]
+    return [order[lane] * length for lane in lanes]
