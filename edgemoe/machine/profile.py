@@ -61,7 +61,8 @@ class Ssd:
 
     `device` identifies it (a profile of another disk is refused), `kind` is what may be called it: "SSD", "hard disk",
     "virtual disk", "network", ...; `method` how it was read: "O_DIRECT", or "cold buffered" where that is refused.
-    `cached` is false in every profile: a rate of the page cache is refused when it is measured, on what `evidence` says.
+    `cached` is false in every profile: a rate of the page cache is refused when it is measured. `evidence` says what
+    was seen.
     """
 
     dir: str

@@ -27,7 +27,7 @@ from edgemoe.units import format_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 LEAST_FILE = 16 * MIB
-_WARM_BYTES = 64 * MIB
+_WARM_BYTES, _WARM_SECONDS = 64 * MIB, 10
 _STILL_COLD = 0.01
 _CACHED = "this would measure the page cache, not the disk"
 
@@ -171,9 +171,7 @@ class _Probe:
         left = page_cache.resident_share(self.plain)
         if left is None or left > _STILL_COLD:
             what = "whether its pages are cached cannot be told" if left is None else f"{left:.0%} of it stays cached"
-            raise UserError(
-                f"{self.place} cannot be read with O_DIRECT, and {what}, so {_CACHED}; give --dir another disk"
-            )
+            raise UserError(f"{self.place} refuses O_DIRECT, and {what}, so {_CACHED}; give --dir another disk")
         advice = os.POSIX_FADV_RANDOM if pattern == "random" else os.POSIX_FADV_SEQUENTIAL
         os.posix_fadvise(self.plain, 0, 0, advice)
 
@@ -181,7 +179,7 @@ class _Probe:
         """Bytes per second of the same reads out of the page cache: what this probe must not report."""
         length = min(self.size, _WARM_BYTES) // self.usual * self.usual
         offsets = sequential(length, self.usual, 1)
-        self.reader.read(self.plain, self.usual, offsets, 0.0 if length == self.usual else 1e-9, once=True)
+        self.reader.read(self.plain, self.usual, offsets, _WARM_SECONDS, once=True)
         warm = max(self.reader.read(self.plain, self.usual, offsets, 0.02).rate for _ in range(5))
         page_cache.drop_pages(self.plain)
         return warm
@@ -192,6 +190,4 @@ class _Probe:
             with mmap.mmap(-1, 64 * KIB) as pages:
                 os.preadv(self.descriptor, [pages], int(offset))
                 if pages[:] != os.pread(self.plain, 64 * KIB, int(offset)):
-                    raise UserError(
-                        f"{self.place}: O_DIRECT reads other bytes than the file has; do not stream from it"
-                    )
+                    raise UserError(f"{self.place}: O_DIRECT reads other bytes than the file has: a fault of that disk")
