@@ -47,15 +47,6 @@ class Run:
     experts: np.ndarray  # [L, T, k] in ascending order: which are chosen decides, not their rank
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small products gain nothing from a second thread, and lose much where it has to share its core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     folder = tmp_path_factory.mktemp("demo")
