@@ -119,9 +119,9 @@ class DirectReader:
 
 def _explain(descriptor: int, length: int, offset: int, got: int) -> None:
     """Native code does not see errno: ask Python for the same bytes."""
-    with mmap.mmap(-1, -(-length // mmap.PAGESIZE) * mmap.PAGESIZE) as pages:
-        with memoryview(pages) as whole, whole[:length] as view:
-            os.preadv(descriptor, [view], offset)
+    room = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+    with mmap.mmap(-1, room) as pages, memoryview(pages) as whole, whole[:length] as view:
+        os.preadv(descriptor, [view], offset)
     raise EOFError(f"a read of {length} bytes at {offset} gave {got}")
 
 

@@ -19,7 +19,8 @@ _VIRTUAL = re.compile(r"qemu|vmware|virtual|vbox|msft|google|elastic block|virti
 class Disk:
     """`device` identifies it across boots; `kind` is a word for it; `label` says more, for people.
 
-    Reads of a `block_device` are counted by the kernel (edgemoe.machine.page_cache). `caches` is why a rate read there would be that of memory, where that is known beforehand.
+    Reads of a `block_device` are counted by the kernel (edgemoe.machine.page_cache). `caches` is why a rate measured
+    there would be that of memory, where that is known beforehand.
     """
 
     device: str
@@ -60,7 +61,7 @@ def check_same_disk(measured: str, path: Path, again: str) -> None:
     """Raise `UserError` unless the device measured is the one that holds `path`; `again` says what to do."""
     here = disk_of(path)
     if here.device != measured:
-        raise UserError(f"{path} is on {here.device}, but the profile's disk is {measured}: {again}")
+        raise UserError(f"{path} is on another disk ({here.device}) than the profile's ({measured}): {again}")
 
 
 def _mount_of(place: Path) -> _Mount:

@@ -8,11 +8,13 @@ import itertools
 import json
 import math
 import os
+import shlex
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from edgemoe.errors import UserError
+from edgemoe.machine.disk import check_same_disk
 from edgemoe.machine.identity import Host, gpu_uuids, profile_key, this_host
 from edgemoe.machine.record import RecordError, from_json, to_json
 
@@ -250,6 +252,7 @@ class Profile:
     cpu_dense: tuple[ExpertRate, ...] = ()  # MUL_MAT
     cpu_nodes: tuple[NodeCost, ...] = ()
     gpus: tuple[GpuRates, ...] = ()
+    present_gpus: tuple[str, ...] = ()  # UUIDs, of those too that were not measured
     quick: bool = False
     notes: tuple[str, ...] = ()
     version: int = VERSION
@@ -270,7 +273,7 @@ def profile_path(host: Host | None = None, uuids: tuple[str, ...] | None = None)
 
 def save_profile(profile: Profile, path: Path | None = None) -> Path:
     """Write the profile, atomically, and return where. Raises `UserError` where it cannot be written."""
-    path = path or profile_path(profile.host, tuple(sorted(gpu.uuid for gpu in profile.gpus)))
+    path = path or profile_path(profile.host, profile.present_gpus)
     text = json.dumps(to_json(profile), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -290,15 +293,20 @@ def save_profile(profile: Profile, path: Path | None = None) -> Path:
     return path
 
 
-def load_profile(path: Path | None = None) -> Profile:
+def load_profile(path: Path | None = None, model: Path | None = None) -> Profile:
     """This machine's profile, by default from where `edgemoe probe` saves it.
 
-    Raises `UserError`, one line, for no profile, a damaged one, one of another version, and one of another host or of
-    other GPUs. Which disk it holds for is checked by `check_disk` (edgemoe.machine.disk) on the path that will be read.
+    Raises `UserError`, one line, for no profile, a damaged one, one of another version, one of another host or of other
+    GPUs, and where the disk is not the one that was measured: under the directory that was, and under `model`.
     """
     found = path or profile_path()
     profile = read_profile(found)
     _check_machine(profile, found)
+    if profile.ssd:
+        if Path(profile.ssd.dir).exists():
+            check_same_disk(profile.ssd.device, Path(profile.ssd.dir), f"{_AGAIN} again")
+        if model:
+            check_same_disk(profile.ssd.device, model, f"run `edgemoe probe --dir {shlex.quote(str(model.parent))}`")
     return profile
 
 
@@ -326,12 +334,9 @@ def _check_machine(profile: Profile, path: Path) -> None:
     if profile.host.id != here.id:
         which = f"another machine ({profile.host.label}; this is {here.label})"
         raise UserError(f"{path} is a profile of {which}: {_AGAIN} here")
-    measured, present = {gpu.uuid for gpu in profile.gpus}, set(gpu_uuids())
-    if measured != present:
-        was = ", ".join(gpu.name for gpu in profile.gpus) or "no GPU"
-        raise UserError(
-            f"{path} was measured with {was}, and {len(measured ^ present)} GPU(s) differ now: {_AGAIN} again"
-        )
+    gone = set(profile.present_gpus) ^ set(gpu_uuids())
+    if gone:
+        raise UserError(f"{path} is of other GPUs ({len(gone)} came or went since it was measured): {_AGAIN} again")
 
 
 def _interpolate(rates: dict[int, float], size: int) -> float:

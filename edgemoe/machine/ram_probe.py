@@ -4,40 +4,34 @@ A matrix–vector product only reads its weights, so the load rate is its ceilin
 counts reads and writes together and is shown beside it.
 """
 
-from pathlib import Path
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numba
 import numpy as np
 
-from edgemoe.machine.rounds import Effort
+from edgemoe.errors import UserError
+from edgemoe.machine.caches import last_level_cache
+from edgemoe.machine.memory import ram
+from edgemoe.machine.profile import RamRates, ThreadsRate
+from edgemoe.machine.rounds import Effort, settle
+from edgemoe.progress import Advance, no_progress
+from edgemoe.units import format_bytes
 
-FULL, QUICK = Effort(5, 25, 20), Effort(3, 7, 3)
-CPUS = Path("/sys/devices/system/cpu")
+FULL, QUICK = Effort(5, 25, 20), Effort(3, 7, 2.5)
 TIMES_CACHE = 4
-# What an unknown or a small last-level cache is taken for.
-LEAST_CACHE = 32 << 20
+# Below this, one pass would be over before all threads have begun.
+LEAST_BYTES = 128 << 20
 _ROUND_BYTES = 1 << 30
+_SHARE_OF_FREE = 0.8
 
 
 @numba.njit(nogil=True, cache=True)
 def _load(array, passes):  # type: ignore[no-untyped-def]
-    """The sum of uint64 `array`, `passes` times: eight sums side by side, so that loads and not additions are waited for."""
-    a = b = c = d = e = f = g = h = np.uint64(0)
-    for _ in range(passes):
-        for at in range(0, len(array), 8):
-            a += array[at]
-            b += array[at + 1]
-            c += array[at + 2]
-            d += array[at + 3]
-            e += array[at + 4]
-            f += array[at + 5]
-            g += array[at + 6]
-            h += array[at + 7]
-    return a + b + c + d + e + f + g + h
-
-
-@numba.njit(nogil=True, cache=True)
-def _load2(array, passes):  # type: ignore[no-untyped-def]
+    """Sum uint64 `array` `passes` times. LLVM keeps several vector sums, so loads and not additions limit it."""
     total = np.uint64(0)
     for _ in range(passes):
         for at in range(len(array)):
@@ -46,24 +40,66 @@ def _load2(array, passes):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def _load32(array, passes):  # type: ignore[no-untyped-def]
-    a = np.zeros(64, np.uint64)
-    n = len(array) // 4
+def _copy(source, target, passes):  # type: ignore[no-untyped-def]
     for _ in range(passes):
-        x = np.uint64(0)
-        y = np.uint64(0)
-        z = np.uint64(0)
-        w = np.uint64(0)
-        for at in range(n):
-            x += array[at]
-            y += array[at + n]
-            z += array[at + 2 * n]
-            w += array[at + 3 * n]
-        a[0] += x + y + z + w
-    return a[0]
+        target[:] = source
 
 
-@numba.njit(nogil=True, cache=True)
-def _copy(a, b, passes):  # type: ignore[no-untyped-def]
-    for _ in range(passes):
-        b[:] = a
+def probe_ram(effort: Effort = FULL, advance: Advance = no_progress) -> RamRates:
+    """Measure loads and copies with 1, 2, 4, … and all the cores that this process may use.
+
+    `advance` is told rounds, `n_rounds(effort)` in all. Raises `UserError` where too little RAM is free for arrays that
+    the caches cannot hold.
+    """
+    cache, free = last_level_cache(), ram().available
+    size = max(TIMES_CACHE * cache, LEAST_BYTES)
+    if 2 * size > _SHARE_OF_FREE * free:
+        raise UserError(
+            f"measuring RAM behind {format_bytes(cache)} of cache takes two arrays of {format_bytes(size)}, and"
+            f" {format_bytes(free)} are free: close other programs"
+        )
+    counts = thread_counts()
+    with ThreadPoolExecutor(counts[-1], "edgemoe-ram") as pool:
+        source, target = (np.empty(size // 8, np.uint64) for _ in range(2))
+        for array in (source, target):  # each part touched by a thread of its own, to lie near the cores that read it
+            list(pool.map(lambda part: part.fill(1), np.array_split(array, counts[-1])))
+        _warm_up(source, target)
+        cells: dict[tuple[str, int], Callable[[], float]] = {}
+        for count in counts:
+            cells["load", count] = partial(_round, pool, _load, count, (source,))
+            cells["copy", count] = partial(_round, pool, _copy, count, (source, target))
+        rates = settle(cells, effort, advance)
+    load, copy = (tuple(ThreadsRate(count, rates[kind, count]) for count in counts) for kind in ("load", "copy"))
+    return RamRates(size, cache, load, copy)
+
+
+def n_rounds(effort: Effort) -> int:
+    """Rounds that `advance` is told, at most."""
+    return 2 * len(thread_counts()) * effort.most
+
+
+def thread_counts() -> tuple[int, ...]:
+    """1, 2, 4, … and all the cores that this process may use."""
+    cores = len(os.sched_getaffinity(0))
+    return tuple(sorted({1 << power for power in range(cores.bit_length())} | {cores}))
+
+
+def _warm_up(source: np.ndarray, target: np.ndarray) -> None:
+    """Compile, wake the cores, and see that the kernels do what they are timed for."""
+    target[:] = 0
+    _copy(source, target, 1)
+    if int(_load(target, 1)) != len(target):
+        raise RuntimeError("the load kernel does not read what the copy kernel wrote")
+
+
+def _round(
+    pool: ThreadPoolExecutor, kernel: Callable[..., object], threads: int, arrays: tuple[np.ndarray, ...]
+) -> float:
+    """Bytes per second of one round, in equal parts for the threads. Every array counts: it is read, or written."""
+    size = sum(array.nbytes for array in arrays)
+    passes = -(-_ROUND_BYTES // size)
+    parts = list(zip(*(np.array_split(array, threads) for array in arrays), strict=True))
+    start = time.perf_counter()
+    for future in [pool.submit(kernel, *part, passes) for part in parts]:
+        future.result()
+    return size * passes / (time.perf_counter() - start)
