@@ -26,17 +26,26 @@ INWARD = {
     "edgemoe.model": {"edgemoe.llamacpp"},
     "edgemoe.llamacpp": {"edgemoe.policy"},
     "edgemoe.machine": set(),
-    "edgemoe.wall": {"edgemoe.model", "edgemoe.machine"},
+    # The wall asks traces what a cache catches, and runs llama.cpp to check itself.
+    "edgemoe.wall": {
+        "edgemoe.policy",
+        "edgemoe.model",
+        "edgemoe.llamacpp",
+        "edgemoe.machine",
+        "edgemoe.tracing",
+    },
     "edgemoe.training": {"edgemoe.model", "edgemoe.policy", "edgemoe.data"},
     "edgemoe.data": set(),
     "edgemoe.tracing": {"edgemoe.policy", "edgemoe.model", "edgemoe.llamacpp"},
-    "edgemoe.streaming": {"edgemoe.policy", "edgemoe.model", "edgemoe.llamacpp", "edgemoe.machine"},
+    # Both tiers read the placement plans that the wall writes.
+    "edgemoe.streaming": {"edgemoe.policy", "edgemoe.model", "edgemoe.llamacpp", "edgemoe.machine", "edgemoe.wall"},
     "edgemoe.gpu_offload": {
         "edgemoe.policy",
         "edgemoe.model",
         "edgemoe.llamacpp",
         "edgemoe.machine",
         "edgemoe.tracing",
+        "edgemoe.wall",
     },
 }
 STANDARD = set(sys.stdlib_module_names)

@@ -1,0 +1,1 @@
+"""The bandwidth wall: bytes per token over bandwidth, what that makes possible, and what it would take to do better."""

@@ -1,0 +1,182 @@
+"""The four tiers, SSD → RAM → PCIe → VRAM, and the CPU that executes experts in RAM: time per token along each path.
+
+A path is a list of legs, each so many bytes over one tier. Its slow end takes the legs one after the other, at each
+tier's least rate and on the text that a cache catches least of. Its fast end takes the greatest rates and the best
+text, lets copies hide behind computing, and lets devices that execute experts of one layer work side by side; what
+depends on the step before still waits for it. Nothing but bytes is counted: arithmetic, launches and sampling come on
+top, so that the fast end is a ceiling and not a promise.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from edgemoe.model.geometry import ModelGeometry
+from edgemoe.units import format_bytes
+from edgemoe.wall.bytes import TokenBytes, token_bytes
+from edgemoe.wall.hits import Caching, Hit
+from edgemoe.wall.rates import FLAGS, NAMES, Machine, Speed
+
+# When a leg happens within a token: what all of it waits for, its experts, or at any time (copies issued early).
+BEFORE, EXPERTS, COPY = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Bytes per step (least, most) over one tier."""
+
+    tier: str
+    what: str
+    bytes: tuple[float, float]
+    speed: Speed
+    stage: int = BEFORE
+
+    @property
+    def slow(self) -> float:
+        """Seconds per step at worst."""
+        return self.bytes[1] / self.speed.low
+
+    @property
+    def fast(self) -> float:
+        return self.bytes[0] / self.speed.high
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way of running the model. `missing` says why there is no answer: memory that lacks, or a rate."""
+
+    name: str
+    how: str
+    legs: tuple[Leg, ...] = ()
+    streams: int = 1
+    overlap: str = ""  # why legs may overlap; "" where each waits for the one before
+    slots: tuple[int, ...] = ()  # in each MoE layer, of the tier that misses are copied into
+    vram_need: int = 0  # the least that this way needs
+    ram_need: int = 0
+    hit: Hit | None = None
+    missing: str = ""
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def possible(self) -> bool:
+        return not self.missing
+
+    @property
+    def slow(self) -> float:
+        """Seconds per step: every leg after the other."""
+        return sum(leg.slow for leg in self.legs)
+
+    @property
+    def fast(self) -> float:
+        """Seconds per step: computing, or the copies where they take longer."""
+        return max(self.computing, sum(leg.fast for leg in self.copies))
+
+    @property
+    def copies(self) -> tuple[Leg, ...]:
+        return tuple(leg for leg in self.legs if leg.stage == COPY)
+
+    @property
+    def computing(self) -> float:
+        """Seconds per step at best that nothing can hide."""
+        stages = ([leg.fast for leg in self.legs if leg.stage == stage] for stage in (BEFORE, EXPERTS))
+        return sum(max(stage, default=0.0) for stage in stages)
+
+    @property
+    def tokens_per_s(self) -> tuple[float, float]:
+        """(least, most), all streams together."""
+        return self.streams / self.slow, self.streams / self.fast
+
+    @property
+    def bound(self) -> str:
+        """The tier that takes most of the time; two where the ends of the range differ."""
+        at_worst, at_best = self.times(slow=True), self.times(slow=False)
+        copied = sum(leg.fast for leg in self.copies)
+        in_question = [leg.tier for leg in self.legs if (leg.stage == COPY) == (copied > self.computing)]
+        ends = (max(at_worst, key=lambda tier: at_worst[tier]), max(in_question, key=lambda tier: at_best[tier]))
+        return " or ".join(NAMES[tier] for tier in dict.fromkeys(ends))
+
+    def times(self, slow: bool = True) -> dict[str, float]:
+        """Seconds per step by tier."""
+        spent: dict[str, float] = {}
+        for leg in self.legs:
+            spent[leg.tier] = spent.get(leg.tier, 0.0) + (leg.slow if slow else leg.fast)
+        return spent
+
+    def shares(self, slow: bool = True) -> dict[str, float]:
+        """Share of the time at each tier when nothing overlaps."""
+        spent = self.times(slow)
+        total = sum(spent.values())
+        return {tier: seconds / total for tier, seconds in spent.items()}
+
+
+@dataclass(frozen=True)
+class Wall:
+    """Everything that the paths are made of. A step decodes one token of each stream.
+
+    token: bytes of one token of one stream. routed: bytes of the distinct experts that a step needs, (least, most) over
+    texts; for one stream simply `token.routed`.
+    """
+
+    geometry: ModelGeometry
+    machine: Machine
+    caching: Caching
+    token: TokenBytes
+    n_ctx: int
+    routed: tuple[float, float]
+    streams: int = 1
+
+    @classmethod
+    def of_one(cls, geometry: ModelGeometry, machine: Machine, caching: Caching, n_ctx: int) -> "Wall":
+        """The wall of a single stream whose context holds `n_ctx` tokens."""
+        token = token_bytes(geometry, n_ctx)
+        return cls(geometry, machine, caching, token, n_ctx, (token.routed, token.routed))
+
+    @cached_property
+    def fixed(self) -> float:
+        """Bytes of a step besides routed experts: weights once, the cache of every stream."""
+        return self.token.always + self.streams * self.token.kv
+
+    def leg(self, tier: str, what: str, size: float | tuple[float, float], stage: int = BEFORE) -> Leg | str:
+        """A leg, or the flag that would tell the rate of its tier."""
+        speed = self.machine.weights if tier == "ram" else getattr(self.machine, tier)
+        pair = size if isinstance(size, tuple) else (size, size)
+        return Leg(tier, what, pair, speed, stage) if speed else FLAGS[tier]
+
+    def path(
+        self,
+        name: str,
+        how: str,
+        legs: Sequence[Leg | str],
+        needs: tuple[int, int],
+        overlap: str = "",
+        slots: Sequence[int] = (),
+        hit: Hit | None = None,
+        why: Sequence[str] = (),
+    ) -> Path:
+        """The path, or what it lacks: memory first (needs: VRAM, RAM), then rates."""
+        known = tuple(leg for leg in legs if isinstance(leg, Leg) and leg.bytes[1] > 0)
+        flags = [leg for leg in legs if isinstance(leg, str)]
+        reasons = (*why, *_reasons(known, overlap))
+        missing = self._lacking(*needs, flags)
+        return Path(name, how, known, self.streams, overlap, tuple(slots), *needs, hit, missing, reasons)
+
+    def _lacking(self, vram: int, ram: int, flags: Sequence[str]) -> str:
+        for what, need, there in (("VRAM", vram, self.machine.vram_bytes), ("RAM", ram, self.machine.ram_bytes)):
+            if need > there:
+                return f"needs {format_bytes(need)} of {what}, there is {format_bytes(there) if there else 'none'}"
+        return f"rate not known: give {' and '.join(dict.fromkeys(flags))}" if flags else ""
+
+
+def _reasons(legs: Sequence[Leg], overlap: str) -> Iterator[str]:
+    seen = set()
+    for leg in legs:
+        if leg.speed.low != leg.speed.high and leg.tier not in seen:
+            seen.add(leg.tier)
+            yield f"{NAMES[leg.tier]} {leg.speed} ({leg.speed.source})"
+    if overlap:
+        yield f"from nothing overlapped to all: {overlap}"
+
+
+def best(ways: Sequence[Path]) -> Path | None:
+    """The possible path whose slow end is fastest; None if none is possible."""
+    return min((path for path in ways if path.possible), key=lambda path: path.slow, default=None)
