@@ -12,6 +12,7 @@ from edgemoe import __version__
 from edgemoe.cli.demo import demo
 from edgemoe.cli.doctor import doctor
 from edgemoe.cli.info import info
+from edgemoe.cli.probe import probe
 from edgemoe.cli.simulate import simulate
 from edgemoe.cli.stats import stats
 from edgemoe.cli.trace import trace
@@ -42,7 +43,7 @@ def root(
 
 
 # Verbs in the order in which a newcomer meets them.
-for verb in (demo, info, trace, stats, simulate, doctor):
+for verb in (demo, info, trace, stats, simulate, probe, doctor):
     app.command()(verb)
 
 

@@ -54,6 +54,11 @@ def model_file(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+def n_pieces(size: int) -> int:
+    """How often a temporary file of `size` bytes calls `advance`."""
+    return -(-size // CHUNK)
+
+
 def check_not_sparse(descriptor: int, name: str) -> None:
     """Raise `UserError` for a file with holes, or compressed: reading it would not read its size from the disk."""
     status = os.fstat(descriptor)
@@ -98,7 +103,7 @@ def _fill(descriptor: int, size: int, directory: Path, advance: Advance) -> None
                 view = view[os.write(descriptor, view) :]
             # In step with the disk: a gigabyte of dirty pages would be written back all at once, uninterruptibly.
             os.fdatasync(descriptor)
-            advance(length)
+            advance(1)
         os.fsync(descriptor)
     except OSError as error:
         raise UserError(

@@ -293,6 +293,18 @@ def save_profile(profile: Profile, path: Path | None = None) -> Path:
     return path
 
 
+def check_writable(path: Path) -> None:
+    """Raise `UserError` unless a file can be written there: before minutes of measuring, not after."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        if path.is_dir():
+            raise IsADirectoryError(21, "it is a directory")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+
+
 def load_profile(path: Path | None = None, model: Path | None = None) -> Profile:
     """This machine's profile, by default from where `edgemoe probe` saves it.
 

@@ -52,14 +52,14 @@ Cell = tuple[str, int, int]  # pattern, request bytes, depth
 def probe_ssd(directory: Path, model: Path | None = None, grid: SsdGrid = FULL, advance: Advance = no_progress) -> Ssd:
     """Measure the disk under `directory`, or under a model's file by reading that.
 
-    `advance` is told rounds, `n_rounds(grid)` in all. Raises `UserError` for a place without a disk, one that cannot be
+    `advance` is told `n_rounds(grid, model)` in all. Raises `UserError` for a place without a disk, one that cannot be
     written or has no room, a file with holes, and wherever the rate turns out to be the page cache's.
     """
     place = model or directory
     disk = disk_of(place)
     if disk.caches:
         raise UserError(f"{place}: {disk.caches}, so there is no disk to measure; give --dir a directory on a disk")
-    source = probe_file.model_file(model) if model else probe_file.temporary_file(directory, grid.file_bytes)
+    source = probe_file.model_file(model) if model else probe_file.temporary_file(directory, grid.file_bytes, advance)
     with source as plain, _opened(plain, disk) as (descriptor, method, alignment):
         size = os.fstat(plain).st_size
         if size < LEAST_FILE:
@@ -82,9 +82,14 @@ def probe_ssd(directory: Path, model: Path | None = None, grid: SsdGrid = FULL, 
     )
 
 
-def n_rounds(grid: SsdGrid) -> int:
-    """Rounds that `advance` is told, at most."""
-    return 2 * len(grid.sizes) * len(grid.depths) * grid.effort.most
+def n_rounds(grid: SsdGrid, model: Path | None = None) -> int:
+    """What `advance` is told in all: rounds, and pieces of a temporary file."""
+    pieces = 0 if model else probe_file.n_pieces(grid.file_bytes)
+    return n_cells(grid) * grid.effort.most + pieces
+
+
+def n_cells(grid: SsdGrid) -> int:
+    return 2 * len(grid.sizes) * len(grid.depths)
 
 
 @contextmanager
@@ -128,6 +133,8 @@ class _Probe:
             warm = self._warm_rate()
             # A little first, so that a cache is refused at once and not after a minute of measuring it.
             self._measure([("sequential", self.usual, 1)], Effort(3, 3, 1), warm, no_progress)
+            left_out = n_cells(self.grid) - len(self.cells)
+            advance(left_out * self.grid.effort.most)
             return self._measure(self.cells, self.grid.effort, warm, advance)
 
     def _measure(
