@@ -25,7 +25,8 @@ INWARD = {
     # A model file is read with libggml's own header parser, which lives with the other ggml structs.
     "edgemoe.model": {"edgemoe.llamacpp"},
     "edgemoe.llamacpp": {"edgemoe.policy"},
-    "edgemoe.machine": set(),
+    # Probing what an expert on the CPU gets means running ggml's products.
+    "edgemoe.machine": {"edgemoe.llamacpp"},
     # The wall asks traces what a cache catches, and runs llama.cpp to check itself.
     "edgemoe.wall": {
         "edgemoe.policy",

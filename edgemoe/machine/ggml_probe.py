@@ -14,8 +14,10 @@ from functools import partial
 import numpy as np
 
 from edgemoe.errors import UserError
-from edgemoe.llamacpp.graph_run import PLAIN, CpuGraph, buffer_types, random_rows, row_bytes, type_ids
+from edgemoe.llamacpp.graph_run import CpuGraph
+from edgemoe.llamacpp.layer_rest import Rest, add_attention, add_rest
 from edgemoe.llamacpp.session import default_threads
+from edgemoe.llamacpp.weights import PLAIN, buffer_types, random_rows, row_bytes, type_ids
 from edgemoe.machine.caches import last_level_cache
 from edgemoe.machine.memory import ram
 from edgemoe.machine.product_cost import Timed, fit_cost
@@ -29,9 +31,13 @@ EXPERT_SHAPES = ((256, 256), (512, 2048), (2048, 768), (2048, 2048))
 DENSE_SHAPES = ((512, 512), (512, 4096), (2048, 1024), (4096, 4096))
 N_EXPERTS, TOP_K = 32, 8
 RUNS = 3
-_CHAIN = 512
-_CHAIN_WIDTH = 2048
+# Layers without their products: width, expert width, heads, experts, top-k. Attention: cells, heads, KV heads, width.
+NARROW, WIDE = (256, 128, 2, 16, 2), (4096, 1536, 32, 128, 8)
+ATTENTION = (1024, 32, 4, 128)
+_LAYERS = 12
 _DISTINCT_ROWS = 64
+
+FULL, QUICK = Effort(3, 7, 1.5), Effort(3, 3, 0.6)
 
 ALL_TYPES = (
     *("F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K", "Q5_0", "Q4_0", "Q4_1", "Q5_1"),
@@ -52,7 +58,7 @@ class ProductPlan:
     types: tuple[str, ...] = ALL_TYPES
     both_states: bool = True
     threads: tuple[int, ...] = field(default_factory=lambda: thread_counts(default_threads()))
-    effort: Effort = Effort(3, 7, 1.5)  # of each type and state
+    effort: Effort = FULL  # of each type and state
     working_set: int = field(default_factory=lambda: 4 * last_level_cache())
 
     def __post_init__(self) -> None:
@@ -65,7 +71,7 @@ class ProductPlan:
 
 def quick_plan() -> ProductPlan:
     """Common types, as llama.cpp keeps them by default, on all cores: a few seconds."""
-    return ProductPlan(QUICK_TYPES, both_states=False, threads=(default_threads(),), effort=Effort(3, 3, 0.6))
+    return ProductPlan(QUICK_TYPES, both_states=False, threads=(default_threads(),), effort=QUICK)
 
 
 def thread_counts(most: int) -> tuple[int, ...]:
@@ -109,7 +115,7 @@ class _Kind:
 def n_rounds(plan: ProductPlan) -> int:
     """What `probe_products` counts its progress in."""
     cells = sum(len(kind.shapes) for kind in _kinds(plan)) * len(plan.threads)
-    return (cells + len(plan.threads)) * plan.effort.most
+    return (cells + 3 * len(plan.threads)) * plan.effort.most
 
 
 def probe_products(plan: ProductPlan | None = None, advance: Advance = no_progress) -> Products:
@@ -194,13 +200,43 @@ def _fastest(graph: CpuGraph, threads: int, rng: np.random.Generator, n_choices:
 
 
 def _measure_nodes(plan: ProductPlan, advance: Advance) -> tuple[NodeCost, ...]:
-    with CpuGraph(_CHAIN) as graph:
-        graph.chain(_CHAIN_WIDTH, _CHAIN)
-        graph.allocate()
+    """Layers without their products, a narrow and a wide one, and attention alone: two equations and a third."""
+    with ExitStack() as graphs:
+        narrow, wide, attention = (graphs.enter_context(CpuGraph(1024)) for _ in range(3))
+        rests = [_layers(narrow, NARROW), _layers(wide, WIDE)]
+        attended = sum(add_attention(attention, *ATTENTION) for _ in range(_LAYERS))
+        for graph in (narrow, wide, attention):
+            graph.allocate()
         rng = np.random.default_rng(0)
-        cells = {threads: lambda threads=threads: 1 / _fastest(graph, threads, rng) for threads in plan.threads}
-        rates = settle(cells, replace(plan.effort, least=min(5, plan.effort.most)), advance)
-    return tuple(NodeCost(threads, 1 / rates[threads].median / _CHAIN) for threads in plan.threads)
+        cells = {
+            (number, threads): partial(_per_second, graph, threads, rng)
+            for threads in plan.threads
+            for number, graph in enumerate((narrow, wide, attention))
+        }
+        rates = settle(cells, replace(plan.effort, seconds=0.5 * len(plan.threads)), advance)
+    costs = []
+    for threads in plan.threads:
+        seconds = [1 / rates[number, threads].median for number in range(3)]
+        per_node, per_value = _solve(rests, seconds[:2])
+        costs.append(NodeCost(threads, per_node, per_value, max(seconds[2] - _LAYERS * per_node, 0) / attended))
+    return tuple(costs)
+
+
+def _layers(graph: CpuGraph, shape: tuple[int, int, int, int, int]) -> Rest:
+    return sum((add_rest(graph, *shape) for _ in range(_LAYERS)), Rest(0, 0))
+
+
+def _per_second(graph: CpuGraph, threads: int, rng: np.random.Generator) -> float:
+    return 1 / _fastest(graph, threads, rng)
+
+
+def _solve(rests: Sequence[Rest], seconds: Sequence[float]) -> tuple[float, float]:
+    """Seconds per node and per value. If noise makes the narrow layer dearer than the wide one, all is nodes."""
+    (narrow, wide), (little, much) = rests, seconds
+    per_value = (much - little * wide.nodes / narrow.nodes) / (wide.values - narrow.values * wide.nodes / narrow.nodes)
+    per_value = max(per_value, 0.0)
+    per_node = (little - per_value * narrow.values) / narrow.nodes
+    return (per_node, per_value) if per_node > 0 else (little / narrow.nodes, 0.0)
 
 
 def rates_of(experts: Sequence[ExpertRate], threads: int) -> dict[tuple[str, bool], ExpertRate]:

@@ -181,14 +181,20 @@ class ExpertRate:
 
 @dataclass(frozen=True)
 class NodeCost:
-    """Seconds of a graph node that computes next to nothing."""
+    """Seconds of what decoding computes besides products with weights.
+
+    `per_node` of the graph (its dispatch, the threads' meeting), `per_value` that such a node produces, and
+    `per_attention`: of each multiplication of a query, or of attention's weights, with a cached value.
+    """
 
     threads: int
-    seconds: float
+    per_node: float
+    per_value: float
+    per_attention: float
 
     def __post_init__(self) -> None:
-        if not self.seconds > 0:
-            raise ValueError(f"a node of {self.seconds} seconds")
+        if not self.per_node > 0 or min(self.per_value, self.per_attention) < 0:
+            raise ValueError(f"{self.per_node} s per node, {self.per_value} per value: no cost")
 
 
 @dataclass(frozen=True)
