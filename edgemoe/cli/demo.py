@@ -55,7 +55,7 @@ def _introduce(model: Path, console: Console) -> None:
     described = read_model(model)
     title = f"[bold]{described.geometry.name}[/]"
     console.print(Panel(identity(described), title=title, title_align="left", padding=(0, 1)))
-    console.print("Four texts it never saw in training go through it: prose, code, math and manuals.\n")
+    console.print("Four texts that it never saw in training: prose, code, math and manuals.\n")
 
 
 def _show(found: Demo, console: Console) -> None:
@@ -108,20 +108,24 @@ def _caches(found: Demo) -> RenderableType:
 
 def _findings(found: Demo) -> RenderableType:
     from rich.panel import Panel
+    from rich.table import Table
 
     f = found.findings
     a, b = f.least_alike
     lines = [
-        f"• A cache of 25% of the experts ({f.capacity} per layer) would serve [bold]{f.lru:.0%}[/] of the loads. "
+        f"A cache of 25% of the experts ({f.capacity} per layer) would serve [bold]{f.lru:.0%}[/] of the loads. "
         f"The best fixed set of that size serves {f.fixed:.0%}; no cache can serve more than {f.belady:.0%}.",
-        f"• An expert that one token uses is used by the next [bold]{f.reuse / f.chance:.1f}×[/] as often as chance "
+        f"An expert that one token uses is used by the next [bold]{f.reuse / f.chance:.1f}×[/] as often as chance "
         f"would have it ({f.reuse:.0%} against {f.chance:.0%}).",
-        f"• {a.capitalize()} and {b} share only [bold]{f.shared:.0%}[/] of the experts that do 95% of their work.",
-        f"• With half the experts resident, a token must fetch [bold]{f.exact_copies:.1f}[/] of the "
+        f"{a.capitalize()} and {b} share only [bold]{f.shared:.0%}[/] of the experts that do 95% of their work.",
+        f"With half the experts resident, a token must fetch [bold]{f.exact_copies:.1f}[/] of the "
         f"{f.loads_per_token} it uses. Steered routing (psr-gated) fetches [bold]{f.steered_copies:.1f}[/]; "
         f"{f.replaced:.1f} of those it then uses are not the router's own choice.",
     ]
-    return Panel("\n".join(lines), title="[bold]What a cache would gain[/]", title_align="left", padding=(0, 1))
+    points = Table.grid(padding=(0, 1))
+    for line in lines:
+        points.add_row("•", line)
+    return Panel(points, title="[bold]What a cache would gain[/]", title_align="left", padding=(0, 1))
 
 
 def _table(*columns: str) -> Table:
