@@ -16,6 +16,7 @@ from edgemoe.cli.probe import probe
 from edgemoe.cli.simulate import simulate
 from edgemoe.cli.stats import stats
 from edgemoe.cli.trace import trace
+from edgemoe.cli.wall import wall
 from edgemoe.errors import UserError
 
 app = typer.Typer(
@@ -43,7 +44,7 @@ def root(
 
 
 # Verbs in the order in which a newcomer meets them.
-for verb in (demo, info, trace, stats, simulate, probe, doctor):
+for verb in (demo, info, trace, stats, simulate, probe, wall, doctor):
     app.command()(verb)
 
 

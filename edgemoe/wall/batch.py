@@ -95,10 +95,10 @@ def batch(wall: Wall, streams: int) -> Batch:
         unions = [np.array(g.layer_top_k, dtype=float), np.array(alone)]
         source = "no trace: from all streams alike to all independent"
     sizes = [float((counts * g.expert_bytes).sum()) for counts in unions]
-    means = [float(counts.mean()) for counts in unions]
+    means = [float(counts.mean()) if g.is_moe else 0.0 for counts in unions]
     many = _with_streams(wall, texts, streams, (min(sizes), max(sizes)))
     steps = (many.fixed + min(sizes), many.fixed + max(sizes))
-    independent = float(np.mean(alone))
+    independent = float(np.mean(alone)) if g.is_moe else 0.0
     return Batch(streams, (min(means), max(means)), independent, steps, best(paths(many)), source)
 
 

@@ -128,7 +128,9 @@ class TraceHits:
 
     @property
     def label(self) -> str:
-        names = ", ".join(dict.fromkeys(text.domains[0] for text in self.texts))
+        from edgemoe.tracing.summary import short_names
+
+        names = ", ".join(short_names([text.name for text in self.texts]))
         many = f"{len(self.texts)} {'text' if len(self.texts) == 1 else 'texts'}"
         return f"{' to '.join(self.policies)} replayed on {many} ({names})"
 

@@ -71,8 +71,9 @@ PUBLISHED: dict[str, Published] = {
     ),
     "moonlight-16b-a3b": Published(
         source="moonshotai/Moonlight-16B-A3B", architecture="deepseek2", gating="sigmoid", selection_bias=True,
-        n_layers=27, n_experts=64, top_k=6, d_model=2048, d_expert=1408, n_heads=16, n_kv_heads=16, d_head=128, n_vocab=163_840, n_ctx=8192, leading_dense=1, d_dense=11_264,
-        n_shared=2, d_shared=2816, kv_rank=512, d_rope=64, d_value=128,
+        n_layers=27, n_experts=64, top_k=6, d_model=2048, d_expert=1408, n_heads=16, n_kv_heads=16, d_head=128,
+        n_vocab=163_840, n_ctx=8192, leading_dense=1, d_dense=11_264, n_shared=2, d_shared=2816, kv_rank=512,
+        d_rope=64, d_value=128,
     ),
     "qwen3.6-35b-a3b": Published(
         source="Qwen/Qwen3.6-35B-A3B", architecture="qwen35moe", n_layers=40, n_experts=256, top_k=8, d_model=2048,
@@ -86,8 +87,9 @@ PUBLISHED: dict[str, Published] = {
     ),
     "deepseek-v3": Published(
         source="deepseek-ai/DeepSeek-V3", architecture="deepseek2", gating="sigmoid", selection_bias=True,
-        n_layers=61, n_experts=256, top_k=8, d_model=7168, d_expert=2048, n_heads=128, n_kv_heads=128, d_head=128, n_vocab=129_280, n_ctx=163_840, leading_dense=3, d_dense=18_432,
-        n_shared=1, d_shared=2048, groups=(8, 4), q_rank=1536, kv_rank=512, d_rope=64, d_value=128,
+        n_layers=61, n_experts=256, top_k=8, d_model=7168, d_expert=2048, n_heads=128, n_kv_heads=128, d_head=128,
+        n_vocab=129_280, n_ctx=163_840, leading_dense=3, d_dense=18_432, n_shared=1, d_shared=2048, groups=(8, 4),
+        q_rank=1536, kv_rank=512, d_rope=64, d_value=128,
     ),
 }  # fmt: skip
 

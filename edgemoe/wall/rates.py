@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgemoe.errors import UserError
 from edgemoe.model.geometry import ModelGeometry
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # ggml's expert product reads 12 (Q4_0) to 20 GB/s (Q8_0) where plain loads reach 33: measured on one machine.
 CPU_SHARE = (0.36, 0.61)
 NO_PROFILE = "none"
+NOT_GIVEN = "not given"
 FLAGS = {
     "ssd": "--ssd",
     "ram": "--ram-bandwidth",
@@ -54,8 +55,8 @@ class Machine:
     vram: Speed | None = None
     ram_bytes: int = 0
     vram_bytes: int = 0
-    ram_source: str = "not given"
-    vram_source: str = "not given"
+    ram_source: str = NOT_GIVEN
+    vram_source: str = NOT_GIVEN
 
     @property
     def weights(self) -> Speed | None:
@@ -132,18 +133,19 @@ def machine_from(
     machine = measured(g, profile) if profile else Machine()
     for tier, text in overrides.items():
         rate = parse_rate(FLAGS[tier], text)
-        machine = replace(machine, **{tier: Speed(rate, rate, f"given: {FLAGS[tier]}")})
+        change: dict[str, Any] = {tier: Speed(rate, rate, f"given: {FLAGS[tier]}")}
+        machine = replace(machine, **change)
     if "ram" in overrides and "cpu" not in overrides and machine.ram:
         low, high = (share * machine.ram.low for share in CPU_SHARE)
         said = f"default: {CPU_SHARE[0]:.0%}–{CPU_SHARE[1]:.0%} of {FLAGS['ram']}, as one machine's ggml reached"
         machine = replace(machine, cpu=Speed(low, high, said))
-    for tier, text in (("ram", ram), ("vram", vram)):
-        if text is not None:
-            machine = replace(machine, **_budget(tier, text, profile))
+    for tier, budget in (("ram", ram), ("vram", vram)):
+        if budget is not None:
+            machine = replace(machine, **_budget(tier, budget, profile))
     return machine
 
 
-def _budget(tier: str, text: str, profile: "Profile | None") -> dict[str, object]:
+def _budget(tier: str, text: str, profile: "Profile | None") -> dict[str, Any]:
     flag = f"--{tier}"
     size = parse_budget(flag, text)
     if profile:
@@ -172,19 +174,18 @@ def measured(g: ModelGeometry, profile: "Profile") -> Machine:
         reads = profile.ssd.random_expert(piece)
         said = f"profile: {profile.ssd.label}, random {format_bytes(piece)} to sequential"
         machine = replace(machine, ssd=_speed(reads, float(profile.ssd.sequential), said, profile))
-    if profile.gpus:
-        gpu = profile.gpus[0]
-        bulk = max(float(point.bytes_per_s) for point in gpu.h2d_pinned)
-        link = f"profile: {gpu.name}, pinned, {format_bytes(piece)} pieces to bulk"
-        vram = float(gpu.vram_read)
-        machine = replace(
-            machine,
-            pcie=_speed(gpu.h2d(piece), bulk, link, profile),
-            vram=_speed(vram, vram, f"profile: {gpu.name}, reads", profile),
-            vram_bytes=gpu.vram_bytes,
-            vram_source=f"profile: {gpu.name}",
-        )
-    return machine
+    if not profile.gpus:
+        return replace(machine, vram_source="profile: no GPU")
+    gpu = profile.gpus[0]
+    bulk, vram = max(float(point.bytes_per_s) for point in gpu.h2d_pinned), float(gpu.vram_read)
+    link = f"profile: {gpu.name}, pinned, {format_bytes(piece)} pieces to bulk"
+    return replace(
+        machine,
+        pcie=_speed(gpu.h2d(piece), bulk, link, profile),
+        vram=_speed(vram, vram, f"profile: {gpu.name}, reads", profile),
+        vram_bytes=gpu.vram_bytes,
+        vram_source=f"profile: {gpu.name}",
+    )
 
 
 def _cpu(g: ModelGeometry, profile: "Profile") -> Speed | None:
@@ -211,10 +212,11 @@ def _speed(low: float, high: float, source: str, profile: "Profile") -> Speed:
     return Speed(min(low, high), max(low, high), source + (", quick" if profile.quick else ""))
 
 
-def find_profile(path: str | None, overrides: dict[str, str]) -> "Profile | None":
+def find_profile(path: str | None, overrides: dict[str, str], model: Path | None = None) -> "Profile | None":
     """The profile to use: the file that is named, none on request, else this machine's own.
 
-    Where there is none, that is an error unless rates are given instead. A profile of another machine is refused.
+    Where there is none, that is an error unless rates are given instead. A profile of another machine is refused, and
+    one of another disk than the model's unless the disk's rate is given.
     """
     from edgemoe.machine.profile import load_profile, profile_path
 
@@ -223,7 +225,7 @@ def find_profile(path: str | None, overrides: dict[str, str]) -> "Profile | None
     if path is None and overrides and not profile_path().exists():
         return None
     try:
-        return load_profile(Path(path) if path else None)
+        return load_profile(Path(path) if path else None, None if "ssd" in overrides else model)
     except UserError as error:
         if path is None and not profile_path().exists():
             raise UserError(

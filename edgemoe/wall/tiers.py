@@ -15,7 +15,7 @@ from edgemoe.model.geometry import ModelGeometry
 from edgemoe.units import format_bytes
 from edgemoe.wall.bytes import TokenBytes, token_bytes
 from edgemoe.wall.hits import Caching, Hit
-from edgemoe.wall.rates import FLAGS, NAMES, Machine, Speed
+from edgemoe.wall.rates import FLAGS, NAMES, NOT_GIVEN, Machine, Speed
 
 # When a leg happens within a token: what all of it waits for, its experts, or at any time (copies issued early).
 BEFORE, EXPERTS, COPY = 0, 1, 2
@@ -161,9 +161,15 @@ class Wall:
         return Path(name, how, known, self.streams, overlap, tuple(slots), *needs, hit, missing, reasons)
 
     def _lacking(self, vram: int, ram: int, flags: Sequence[str]) -> str:
-        for what, need, there in (("VRAM", vram, self.machine.vram_bytes), ("RAM", ram, self.machine.ram_bytes)):
+        m = self.machine
+        for what, need, there, who in (
+            ("VRAM", vram, m.vram_bytes, m.vram_source),
+            ("RAM", ram, m.ram_bytes, m.ram_source),
+        ):
             if need > there:
-                return f"needs {format_bytes(need)} of {what}, there is {format_bytes(there) if there else 'none'}"
+                known = there or who != NOT_GIVEN
+                has = f"there is {format_bytes(there)}" if known else f"--{what.lower()} is not given"
+                return f"needs {format_bytes(need)} of {what}, {has}"
         return f"rate not known: give {' and '.join(dict.fromkeys(flags))}" if flags else ""
 
 

@@ -1,0 +1,305 @@
+"""`edgemoe wall`: how fast can this model go on this machine, and what would have to change?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from edgemoe.wall.report import Answer
+
+PIPED_WIDTH = 120
+
+
+def wall(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|PRESET",
+            help="A GGUF file, a safetensors directory, or a published model by name, with a quantisation if you like:"
+            " qwen3-235b-a22b:Q4_K_M, qwen3-30b-a3b, olmoe-1b-7b, moonlight-16b-a3b, qwen3.6-35b-a3b, gpt-oss-120b,"
+            " deepseek-v3.",
+        ),
+    ],
+    ram: Annotated[
+        str | None,
+        typer.Option("--ram", metavar="SIZE", help="RAM that the model may use, like 18GB. Default: what is free now."),
+    ] = None,
+    vram: Annotated[
+        str | None,
+        typer.Option("--vram", metavar="SIZE", help="VRAM that the model may use. Default: the profiled GPU's."),
+    ] = None,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--trace",
+            metavar="TRACE",
+            help="Take hit rates from a trace of this model; give it several times for several texts. Default: the band"
+            " that published traces span.",
+        ),
+    ] = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            "--policy",
+            metavar="NAME",
+            help="What the cache evicts, as in `edgemoe simulate`: lru, lfu, score, static-prefix, static-oracle,"
+            " belady, or a preset of Algorithm 1.",
+        ),
+    ] = "lru",
+    hit_rate: Annotated[
+        str | None, typer.Option("--hit-rate", metavar="SHARE", help="Say the hit rate yourself, like 65.9%.")
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option("--batch", metavar="LIST", help="Also for so many concurrent streams, like 1,8,32.")
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option("--target", metavar="TOK/S", help="What it would take to reach so many tokens per second."),
+    ] = None,
+    ctx: Annotated[
+        int, typer.Option("--ctx", min=1, help="Tokens in the context: what of the KV cache is read.")
+    ] = 4096,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            metavar="FILE|none",
+            help="Machine profile of `edgemoe probe`. Default: this machine's. none: only the rates given here, to ask"
+            " about another machine.",
+        ),
+    ] = None,
+    ssd: Annotated[str | None, typer.Option("--ssd", metavar="RATE", help="SSD reads, like 2.4GB/s.")] = None,
+    ram_bandwidth: Annotated[
+        str | None, typer.Option("--ram-bandwidth", metavar="RATE", help="RAM loads, like 50GB/s.")
+    ] = None,
+    cpu_experts: Annotated[
+        str | None,
+        typer.Option("--cpu-experts", metavar="RATE", help="Experts that the CPU executes. Default: a share of RAM's."),
+    ] = None,
+    pcie: Annotated[str | None, typer.Option("--pcie", metavar="RATE", help="RAM to VRAM, like 25GB/s.")] = None,
+    vram_bandwidth: Annotated[
+        str | None, typer.Option("--vram-bandwidth", metavar="RATE", help="VRAM reads, like 448GB/s.")
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan",
+            metavar="OUT.json",
+            help="Write which experts to keep in VRAM, RAM and on SSD, by the heat of --trace.",
+        ),
+    ] = None,
+    plots: Annotated[
+        Path | None, typer.Option("--plots", metavar="DIR", help="Draw the rates, speed by batch, speed by budget.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Predict how fast a model can decode on a machine, what bounds it, and what a faster machine would need.
+
+    Bytes per token over bandwidth, for every way of running the model that its memory allows. The answer is a range
+    with its reasons: from nothing overlapped at the worst rates to everything overlapped at the best. Only bytes are
+    counted.
+    """
+    from edgemoe.wall.ask import Question, ask
+
+    rates = {"ssd": ssd, "ram": ram_bandwidth, "cpu": cpu_experts, "pcie": pcie, "vram": vram_bandwidth}
+    answer = ask(
+        Question(
+            model=model,
+            ram=ram,
+            vram=vram,
+            traces=tuple(trace or ()),
+            policy=policy,
+            hit_rate=hit_rate,
+            batches=batch,
+            target=target,
+            n_ctx=ctx,
+            profile=profile,
+            rates={tier: text for tier, text in rates.items() if text is not None},
+            plan=plan,
+        )
+    )
+    written = [plan] if plan else []
+    if plots:
+        from edgemoe.wall.pictures import write_all
+
+        written += write_all(answer.wall, answer.best, answer.batches, target or 10.0, plots)
+    if as_json:
+        import json
+
+        from edgemoe.wall.report import as_json as report
+
+        typer.echo(json.dumps(report(answer), allow_nan=False))
+    else:
+        _print(answer, written, bool(trace))
+
+
+def _print(answer: Answer, written: list[Path], traced: bool) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPED_WIDTH)
+    _headline(answer, console)
+    for table in (_bytes(answer), _machine(answer), _ways(answer)):
+        console.print(table)
+        console.print()
+    _reasons(answer, console)
+    if answer.batches:
+        console.print(_batches(answer))
+        console.print()
+    if answer.residency:
+        console.print(_residency(answer))
+        console.print()
+    _target(answer, console)
+    if answer.plan:
+        shares = ", ".join(f"{share:.1%} from {tier.upper()}" for tier, share in answer.plan.loads.items())
+        console.print(f"[bold]plan[/bold] serves the traced loads {shares}", soft_wrap=True)
+    for note in answer.notes:
+        console.print(f"[bold]note[/bold] {note}", soft_wrap=True)
+    for path in written:
+        console.print(f"wrote {path}", soft_wrap=True, markup=False)
+    if not traced and answer.wall.geometry.is_moe:
+        console.print("Narrow the range with a trace of this model on your text:  [bold]edgemoe trace[/], then --trace")
+
+
+def _headline(answer: Answer, console: Console) -> None:
+    from rich.markup import escape
+
+    best, name = answer.best, escape(answer.wall.geometry.name)
+    if best is None:
+        console.print(f"[bold]{name}[/]: no way of running it is possible with what is known of the machine\n")
+        return
+    low, high = best.tokens_per_s
+    console.print(f"[bold]{name}: {_range(low, high)} tok/s[/], {best.name}, bound by {best.bound}\n")
+
+
+def _range(low: float, high: float) -> str:
+    first, last = _number(low), _number(high)
+    return first if first == last else f"{first} to {last}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}" if value >= 0.01 else f"{value:.2g}"
+
+
+def _bytes(answer: Answer) -> Table:
+    from edgemoe.units import format_bytes
+
+    token = answer.wall.token
+    table = _table("Bytes per token", "size", "share")
+    rows = {
+        "routed experts": token.routed,
+        "shared experts": token.shared,
+        "attention": token.attention,
+        "dense FFN": token.dense,
+        "output and embeddings": token.output + token.embedding,
+        "routers, norms": token.routers + token.norms,
+        f"KV cache at {answer.wall.n_ctx:,} tokens": token.kv,
+    }
+    for name, size in rows.items():
+        if size:
+            table.add_row(name, format_bytes(size), f"{size / token.total:.1%}")
+    table.add_row("in all", format_bytes(token.total), "")
+    return table
+
+
+def _machine(answer: Answer) -> Table:
+    from edgemoe.units import format_bytes
+    from edgemoe.wall.rates import NAMES
+
+    machine = answer.wall.machine
+    words = {"cpu": "experts on the CPU", "pcie": "PCIe, RAM to VRAM"}
+    table = _table("The machine", "gives", "")
+    for tier, speed in machine.speeds.items():
+        table.add_row(words.get(tier, NAMES[tier]), f"{speed}", f"[dim]{speed.source}[/]")
+    for name, size, source in (
+        ("RAM to use", machine.ram_bytes, machine.ram_source),
+        ("VRAM to use", machine.vram_bytes, machine.vram_source),
+    ):
+        table.add_row(name, format_bytes(size) if size else "–", f"[dim]{source}[/]")
+    return table
+
+
+def _ways(answer: Answer) -> Table:
+    from edgemoe.wall.rates import NAMES
+
+    table = _table("Ways to run it", "tok/s", "bound by", "")
+    for path in answer.ways:
+        if not path.possible:
+            table.add_row(f"[dim]{path.name}[/]", "–", "", f"[dim]{path.missing}[/]")
+            continue
+        shares = " · ".join(f"{NAMES[tier]} {share:.0%}" for tier, share in path.shares().items())
+        name = f"[bold]{path.name}[/]" if path is answer.best else path.name
+        table.add_row(name, _range(*path.tokens_per_s), path.bound, f"time at worst: {shares}")
+    return table
+
+
+def _reasons(answer: Answer, console: Console) -> None:
+    if answer.best is None:
+        return
+    console.print(f"[bold]Why a range[/] ({answer.best.name}: {answer.best.how})", soft_wrap=True)
+    for reason in answer.best.reasons or ("one rate, nothing to overlap: only what is not counted makes it slower",):
+        console.print(f"  {reason}", soft_wrap=True, markup=False)
+    console.print()
+
+
+def _batches(answer: Answer) -> Table:
+    from edgemoe.wall.rates import format_range
+
+    table = _table("Streams", "experts/layer", "if independent", "bytes per step", "tok/s in all", "way")
+    for row in answer.batches:
+        union = _range(*row.union)
+        speed = _range(*row.path.tokens_per_s) if row.path else "–"
+        way = row.path.name if row.path else "none: their KV caches do not fit"
+        size = format_range(*row.step_bytes)
+        table.add_row(str(row.streams), union, f"{row.independent:.1f}", size, speed, way)
+    table.caption = f"experts/layer: {answer.batches[-1].source}"
+    return table
+
+
+def _residency(answer: Answer) -> Table:
+    table = _table("Residency, same bytes", "loads served", "")
+    for row in answer.residency:
+        low, high = (f"{share:.1%}" for share in row.hit_rate)
+        table.add_row(row.name, low if low == high else f"{low}–{high}", f"[dim]{row.how}[/]")
+    table.caption = "second half of each text"
+    return table
+
+
+def _target(answer: Answer, console: Console) -> None:
+    from edgemoe.units import format_bytes
+    from edgemoe.wall.rates import NAMES
+
+    c = answer.ceiling
+    if c is None:
+        return
+    console.print(f"[bold]For {c.target:g} tok/s[/] ({c.path}): {c.reached}")
+    short = [
+        f"{NAMES[tier]} {c.bandwidth / speed.high:.2g}× short"
+        for tier, speed in answer.wall.machine.speeds.items()
+        if c.bandwidth > speed.high
+    ]
+    has = ", ".join(short) or "every tier has it"
+    console.print(f"  nothing cached: {format_bytes(c.bandwidth)}/s to all of a token's bytes; {has}", soft_wrap=True)
+    for line in c.advice:
+        console.print(f"  {line}", soft_wrap=True, markup=False)
+    console.print()
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold")
+    table.caption_justify = "left"
+    table.add_column(title, no_wrap=True)
+    for column in columns:
+        left = column in ("", "bound by", "way")
+        table.add_column(column, justify="left" if left else "right", no_wrap=not left)
+    return table
