@@ -10,6 +10,7 @@ import functools
 
 import numpy as np
 
+from edgemoe.errors import UserError
 from edgemoe.llamacpp.ggml import Context, Pointer, cpu_device, ggml, of_cpu_backend
 from edgemoe.llamacpp.layout import TYPE_F32, TYPE_I32, Tensor
 
@@ -39,13 +40,19 @@ def type_ids() -> dict[str, int]:
     return {ggml("ggml_type_name")(number).decode().upper(): number for number in known}
 
 
+def block_length(kind: str) -> int:
+    """Values that the type stores together; a `UserError` for a type that this build does not know."""
+    if kind not in type_ids():
+        raise UserError(f"{kind} is no type of this llama.cpp build: it has {', '.join(type_ids())}")
+    return int(ggml("ggml_blck_size")(type_ids()[kind]))
+
+
 def row_bytes(kind: str, n: int) -> int:
     """Bytes of a row of `n` values; `ValueError` where they do not divide into the type's blocks."""
-    number = type_ids()[kind]
-    block = ggml("ggml_blck_size")(number)
+    block = block_length(kind)
     if n % block:
         raise ValueError(f"rows of {n} values do not divide into {kind} blocks of {block}")
-    return int(n // block * ggml("ggml_type_size")(number))
+    return int(n // block * ggml("ggml_type_size")(type_ids()[kind]))
 
 
 def random_rows(kind: str, rows: int, n: int, seed: int = 0) -> np.ndarray:

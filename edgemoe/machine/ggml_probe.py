@@ -14,10 +14,10 @@ from functools import partial
 import numpy as np
 
 from edgemoe.errors import UserError
-from edgemoe.llamacpp.graph_run import CpuGraph
+from edgemoe.llamacpp.graph_run import CpuGraph, Weights
 from edgemoe.llamacpp.layer_rest import Rest, add_attention, add_rest
 from edgemoe.llamacpp.session import default_threads
-from edgemoe.llamacpp.weights import PLAIN, buffer_types, random_rows, row_bytes, type_ids
+from edgemoe.llamacpp.weights import PLAIN, buffer_types, row_bytes, type_ids
 from edgemoe.machine.caches import last_level_cache
 from edgemoe.machine.memory import ram
 from edgemoe.machine.product_cost import Timed, fit_cost
@@ -27,7 +27,7 @@ from edgemoe.progress import Advance, no_progress
 from edgemoe.units import format_bytes
 
 # (row length, rows): from where a node is mostly overhead to where it is only bytes. The last one's rate is reported.
-EXPERT_SHAPES = ((256, 256), (512, 2048), (2048, 768), (2048, 2048))
+EXPERT_SHAPES = ((256, 256), (512, 2048), (1024, 512), (2048, 1024))
 DENSE_SHAPES = ((512, 512), (512, 4096), (2048, 1024), (4096, 4096))
 N_EXPERTS, TOP_K = 32, 8
 RUNS = 3
@@ -35,13 +35,15 @@ RUNS = 3
 NARROW, WIDE = (256, 128, 2, 16, 2), (4096, 1536, 32, 128, 8)
 ATTENTION = (1024, 32, 4, 128)
 _LAYERS = 12
-_DISTINCT_ROWS = 64
+_SHARE_OF_FREE = 0.6
+_MAX_NODES = 1024  # of one shape: tiny products need not cover all weights, no cache keeps them until the next run
+_MAX_PARTS = 8 * _MAX_NODES
 
-FULL, QUICK = Effort(3, 7, 1.5), Effort(3, 3, 0.6)
+FULL, QUICK = Effort(5, 9, 90), Effort(3, 5, 6)
 
 ALL_TYPES = (
     *("F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K", "Q5_0", "Q4_0", "Q4_1", "Q5_1"),
-    *("IQ4_NL", "IQ4_XS", "MXFP4"),
+    *("IQ4_NL", "IQ4_XS", "IQ3_S", "IQ2_XS", "MXFP4"),
 )
 QUICK_TYPES = ("F16", "Q8_0", "Q6_K", "Q4_K", "Q4_0", "MXFP4")
 # Routers are kept in full precision, and only they (and norms) are: as experts it is not worth the time.
@@ -52,13 +54,13 @@ DENSE_ONLY = ("F32",)
 class ProductPlan:
     """Which products to measure. `both_states` adds the plain buffer where llama.cpp would repack.
 
-    `working_set`: bytes of weights in each graph, four times the last-level cache unless given.
+    `working_set`: bytes of weights of each type, four times the last-level cache unless given.
     """
 
     types: tuple[str, ...] = ALL_TYPES
     both_states: bool = True
     threads: tuple[int, ...] = field(default_factory=lambda: thread_counts(default_threads()))
-    effort: Effort = FULL  # of each type and state
+    effort: Effort = FULL
     working_set: int = field(default_factory=lambda: 4 * last_level_cache())
 
     def __post_init__(self) -> None:
@@ -97,6 +99,11 @@ class _Kind:
     expert: bool
 
     @property
+    def stored(self) -> tuple[str, str]:
+        """What it shares its weights with."""
+        return self.type, self.buffer
+
+    @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
         return EXPERT_SHAPES if self.expert else DENSE_SHAPES
 
@@ -124,15 +131,12 @@ def probe_products(plan: ProductPlan | None = None, advance: Advance = no_progre
     Raises `UserError` where memory is short, or llama.cpp is missing.
     """
     plan = plan or ProductPlan()
-    need, free = len(EXPERT_SHAPES) * plan.working_set, ram().available
-    if need > free:
-        raise UserError(
-            f"probing ggml's products needs {format_bytes(need)} of RAM, {format_bytes(free)} is free: "
-            "close other programs"
-        )
     found: dict[bool, list[ExpertRate]] = {True: [], False: []}
-    for kind in _kinds(plan):
-        found[kind.expert] += _measure(kind, plan, advance)
+    batches = list(_batches(plan))
+    effort = replace(plan.effort, seconds=plan.effort.seconds / len(batches))
+    for batch in batches:
+        for kind, rate in _measure(batch, replace(plan, effort=effort), advance):
+            found[kind.expert].append(rate)
     return Products(tuple(found[True]), tuple(found[False]), _measure_nodes(plan, advance))
 
 
@@ -141,60 +145,96 @@ def _kinds(plan: ProductPlan) -> Iterator[_Kind]:
         for expert in (True, False):
             if expert and kind in DENSE_ONLY and kind not in plan.types:
                 continue
-            shape = _Kind(kind, PLAIN, expert).ne(EXPERT_SHAPES[-1])
-            states = buffer_types(kind, shape, TOP_K if expert else 0)
+            states = buffer_types(kind, _Kind(kind, PLAIN, expert).ne(EXPERT_SHAPES[-1]), TOP_K if expert else 0)
             for state in dict.fromkeys((states[0], PLAIN) if plan.both_states else states[:1]):
                 yield _Kind(kind, state, expert)
 
 
-def _measure(kind: _Kind, plan: ProductPlan, advance: Advance) -> list[ExpertRate]:
-    """All shapes and numbers of threads in turn, so that they share whatever the machine is doing meanwhile."""
-    with ExitStack() as graphs:
+def _batches(plan: ProductPlan) -> Iterator[list[_Kind]]:
+    """Kinds whose weights fit into free RAM together: all of them, unless caches are huge or RAM is short."""
+    free = ram().available
+    fit = int(_SHARE_OF_FREE * free) // plan.working_set
+    if not fit:
+        raise UserError(
+            f"probing ggml's products takes {format_bytes(plan.working_set)} of weights, and {format_bytes(free)} of "
+            "RAM are free: close other programs"
+        )
+    kinds = list(_kinds(plan))
+    stored = list(dict.fromkeys(kind.stored for kind in kinds))
+    for first in range(0, len(stored), fit):
+        yield [kind for kind in kinds if kind.stored in stored[first : first + fit]]
+
+
+def _measure(kinds: Sequence[_Kind], plan: ProductPlan, advance: Advance) -> Iterator[tuple[_Kind, ExpertRate]]:
+    """All kinds, shapes and numbers of threads in turn: whatever the machine does meanwhile, it does to all alike."""
+    with ExitStack() as stack:
+        weights = {
+            stored: stack.enter_context(
+                Weights(stored[0], max(plan.working_set, _largest(stored[0])), stored[1], _MAX_PARTS)
+            )
+            for stored in dict.fromkeys(kind.stored for kind in kinds)
+        }
         cells = {}
-        for shape in kind.shapes:
-            run = _prepare(kind, shape, plan.working_set, graphs)
-            cells.update({(shape, threads): partial(run, threads) for threads in plan.threads})
+        for kind in kinds:
+            for shape in kind.shapes:
+                run = _prepare(kind, shape, weights[kind.stored], stack)
+                cells.update({(kind, shape, threads): partial(run, threads) for threads in plan.threads})
         rates = settle(cells, plan.effort, advance)
-    results = []
-    for threads in plan.threads:
-        of_shape = {shape: rates[shape, threads] for shape in kind.shapes}
-        timed = [
-            Timed(kind.read(shape), kind.row_count(shape), kind.read(shape) / rate.median)
-            for shape, rate in of_shape.items()
-        ]
-        largest = of_shape[kind.shapes[-1]]
-        results.append(ExpertRate(kind.type, kind.buffer != PLAIN, threads, largest, fit_cost(timed)))
-    return results
+    for kind in kinds:
+        for threads in plan.threads:
+            of_shape = {shape: rates[kind, shape, threads] for shape in kind.shapes}
+            timed = [
+                Timed(kind.read(shape), kind.row_count(shape), kind.read(shape) / rate.median)
+                for shape, rate in of_shape.items()
+            ]
+            largest = of_shape[kind.shapes[-1]]
+            yield kind, ExpertRate(kind.type, kind.buffer != PLAIN, threads, largest, fit_cost(timed))
 
 
-def _prepare(kind: _Kind, shape: tuple[int, int], working_set: int, graphs: ExitStack) -> Callable[[int], float]:
-    """A graph of enough products of one shape; the result measures it: threads → bytes per second."""
+def _largest(kind: str) -> int:
+    """Bytes of the largest set of experts, which has to fit into the weights."""
+    return max(N_EXPERTS * rows * row_bytes(kind, length) for length, rows in EXPERT_SHAPES)
+
+
+def _prepare(kind: _Kind, shape: tuple[int, int], weights: Weights, stack: ExitStack) -> Callable[[int], float]:
+    """A graph of products of one shape that covers the weights; the result measures it: threads → bytes per second."""
     ne = kind.ne(shape)
     whole = kind.read(shape) // TOP_K * N_EXPERTS if kind.expert else kind.read(shape)
-    count = max(2, -(-working_set // whole))
-    graph = graphs.enter_context(CpuGraph(count))
-    rows = random_rows(kind.type, _DISTINCT_ROWS, shape[0])
+    count = min(max(1, weights.nbytes // whole), _MAX_NODES)
+    graph = stack.enter_context(CpuGraph(count))
     for number in range(count):
-        weight = graph.weight(kind.type, ne, rows)
         if kind.expert:
             # Gate and up share one input, down has one per expert: two to one, as in a layer.
-            graph.expert_product(weight, TOP_K, shared_input=number % 3 < 2)
+            graph.expert_product(weights.part(*ne), TOP_K, shared_input=number % 3 < 2)
         else:
-            graph.product(weight)
-    graph.allocate(kind.buffer)
-    rng = np.random.default_rng(count)
+            graph.product(weights.part(*ne))
+    graph.allocate()
+    deal = _dealer(count) if kind.expert else None
 
     def measure(threads: int) -> float:
-        return count * kind.read(shape) / _fastest(graph, threads, rng, count if kind.expert else 0)
+        return count * kind.read(shape) / _fastest(graph, threads, deal)
 
     return measure
 
 
-def _fastest(graph: CpuGraph, threads: int, rng: np.random.Generator, n_choices: int = 0) -> float:
+def _dealer(count: int) -> Callable[[], list[np.ndarray]]:
+    """Experts at random for each of `count` products, none again before all others: no cache has them still."""
+    rng = np.random.default_rng(count)
+    decks = [np.empty(0, np.int32) for _ in range(count)]
+
+    def deal() -> list[np.ndarray]:
+        for number, deck in enumerate(decks):
+            decks[number] = deck[TOP_K:] if len(deck) > TOP_K else rng.permutation(N_EXPERTS).astype(np.int32)
+        return [deck[:TOP_K] for deck in decks]
+
+    return deal
+
+
+def _fastest(graph: CpuGraph, threads: int, deal: Callable[[], list[np.ndarray]] | None = None) -> float:
     times = []
     for _ in range(RUNS):
-        if n_choices:
-            graph.choose([rng.choice(N_EXPERTS, TOP_K, replace=False) for _ in range(n_choices)])
+        if deal:
+            graph.choose(deal())
         times.append(graph.compute(threads))
     return min(times)
 
@@ -207,9 +247,8 @@ def _measure_nodes(plan: ProductPlan, advance: Advance) -> tuple[NodeCost, ...]:
         attended = sum(add_attention(attention, *ATTENTION) for _ in range(_LAYERS))
         for graph in (narrow, wide, attention):
             graph.allocate()
-        rng = np.random.default_rng(0)
         cells = {
-            (number, threads): partial(_per_second, graph, threads, rng)
+            (number, threads): partial(_per_second, graph, threads)
             for threads in plan.threads
             for number, graph in enumerate((narrow, wide, attention))
         }
@@ -226,8 +265,8 @@ def _layers(graph: CpuGraph, shape: tuple[int, int, int, int, int]) -> Rest:
     return sum((add_rest(graph, *shape) for _ in range(_LAYERS)), Rest(0, 0))
 
 
-def _per_second(graph: CpuGraph, threads: int, rng: np.random.Generator) -> float:
-    return 1 / _fastest(graph, threads, rng)
+def _per_second(graph: CpuGraph, threads: int) -> float:
+    return 1 / _fastest(graph, threads)
 
 
 def _solve(rests: Sequence[Rest], seconds: Sequence[float]) -> tuple[float, float]:
@@ -237,11 +276,3 @@ def _solve(rests: Sequence[Rest], seconds: Sequence[float]) -> tuple[float, floa
     per_value = max(per_value, 0.0)
     per_node = (little - per_value * narrow.values) / narrow.nodes
     return (per_node, per_value) if per_node > 0 else (little / narrow.nodes, 0.0)
-
-
-def rates_of(experts: Sequence[ExpertRate], threads: int) -> dict[tuple[str, bool], ExpertRate]:
-    """The rates measured with so many threads, or with the nearest number below (else above), by (type, repacked)."""
-    counts = sorted({rate.threads for rate in experts})
-    below = [count for count in counts if count <= threads]
-    chosen = below[-1] if below else counts[0] if counts else 0
-    return {(rate.type, rate.repacked): rate for rate in experts if rate.threads == chosen}
