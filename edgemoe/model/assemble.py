@@ -120,9 +120,13 @@ def _parameters(tensor: Tensor) -> int:
 def _kv_cache(facts: Facts, tensors: Sequence[Tensor]) -> KvCache:
     """Cache widths are read off the projections that fill it, which holds for every architecture alike."""
     fills: dict[int, dict[str, int]] = {}  # layer → projection → values per token
+    # Gated DeltaNet calls its input projection attn_qkv too, but keeps a state instead of a cache.
+    stateful = {tensor.layer for tensor in tensors if ".ssm_" in tensor.name or ".linear_attn." in tensor.name}
     for tensor in tensors:
         if tensor.part is Part.ATTENTION and tensor.layer is not None:
             projection = _cached_projection(tensor.name)
+            if projection == "qkv" and tensor.layer in stateful:
+                projection = ""
             fills.setdefault(tensor.layer, {}).update({projection: tensor.shape[0]} if projection else {})
     width = {layer: _cache_width(facts, layer, fill) for layer, fill in fills.items() if fill}
     cached = {layer: 2 * size for layer, size in width.items() if layer not in facts.uncached_layers}

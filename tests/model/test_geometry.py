@@ -186,8 +186,12 @@ def test_sliding_windows_biases_and_prediction_layers(tmp_path: Path) -> None:
 def test_recurrent_layers_keep_a_state_instead_of_a_cache(tmp_path: Path) -> None:
     tensors = {"token_embd.weight": zeros(32, 8)}
     tensors |= {f"blk.{i}.ssm_out.weight": zeros(8, 8) for i in range(3)} | {"blk.3.attn_k.weight": zeros(16, 8)}
+    # Gated DeltaNet calls its input projection as others call fused queries, keys and values.
+    tensors |= {f"blk.{i}.attn_qkv.weight": zeros(24, 8) for i in range(3)}
     keys = {
         "qwen3next.block_count": 4,
+        "qwen3next.attention.head_count": 2,
+        "qwen3next.attention.head_count_kv": 2,
         "qwen3next.ssm.conv_kernel": 4,
         "qwen3next.ssm.inner_size": 64,
         "qwen3next.ssm.state_size": 16,
