@@ -63,8 +63,13 @@ def wall(
         typer.Option("--target", metavar="TOK/S", help="What it would take to reach so many tokens per second."),
     ] = None,
     ctx: Annotated[
-        int, typer.Option("--ctx", min=1, help="Tokens in the context: what of the KV cache is read.")
-    ] = 4096,
+        int | None,
+        typer.Option(
+            "--ctx",
+            min=1,
+            help="Tokens in the context, whose KV cache is read. Default: 4096, or what the model was trained for.",
+        ),
+    ] = None,
     profile: Annotated[
         str | None,
         typer.Option(
@@ -97,6 +102,12 @@ def wall(
     plots: Annotated[
         Path | None, typer.Option("--plots", metavar="DIR", help="Draw the rates, speed by batch, speed by budget.")
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Decode with llama.cpp on this machine, all in RAM, and compare: a GGUF that fits."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Predict how fast a model can decode on a machine, what bounds it, and what a faster machine would need.
@@ -122,8 +133,11 @@ def wall(
             profile=profile,
             rates={tier: text for tier, text in rates.items() if text is not None},
             plan=plan,
+            verify=verify,
         )
     )
+    if verify:
+        answer = _verified(answer, quiet=as_json)
     written = [plan] if plan else []
     if plots:
         from edgemoe.wall.pictures import write_all
@@ -137,6 +151,18 @@ def wall(
         typer.echo(json.dumps(report(answer), allow_nan=False))
     else:
         _print(answer, written, bool(trace))
+
+
+def _verified(answer: Answer, quiet: bool) -> Answer:
+    """The answer with the measurement beside it."""
+    from dataclasses import replace
+
+    from edgemoe.progress import progress
+    from edgemoe.wall.verify import EFFORT, verify
+
+    assert answer.model is not None and answer.profile is not None  # `ask` refuses the question otherwise
+    with progress("decoding", EFFORT.most, "rounds", quiet=quiet) as advance:
+        return replace(answer, verified=verify(answer.model, answer.profile, advance=advance))
 
 
 def _print(answer: Answer, written: list[Path], traced: bool) -> None:
@@ -157,6 +183,8 @@ def _print(answer: Answer, written: list[Path], traced: bool) -> None:
         console.print(_residency(answer))
         console.print()
     _target(answer, console)
+    if answer.verified:
+        _print_verified(answer, console)
     if answer.plan:
         shares = ", ".join(f"{share:.1%} from {tier.upper()}" for tier, share in answer.plan.loads.items())
         console.print(f"[bold]plan[/bold] serves the traced loads {shares}", soft_wrap=True)
@@ -289,6 +317,22 @@ def _target(answer: Answer, console: Console) -> None:
     console.print(f"  nothing cached: {format_bytes(c.bandwidth)}/s to all of a token's bytes; {has}", soft_wrap=True)
     for line in c.advice:
         console.print(f"  {line}", soft_wrap=True, markup=False)
+    console.print()
+
+
+def _print_verified(answer: Answer, console: Console) -> None:
+    from edgemoe.units import format_bytes
+
+    v = answer.verified
+    assert v is not None
+    predicted, measured = _number(v.predicted.tokens_per_s), _number(v.measured.median)
+    console.print(f"[bold]Verified[/] (all in RAM, {v.threads} threads, {v.context} tokens of context)")
+    console.print(f"  predicted {predicted} tok/s, measured {measured}: {v.error:+.1%}")
+    rounds = f"{v.measured.rounds} rounds ± {v.measured.spread:.1%}"
+    settled = "" if v.measured.stable else ", not settled: is something else running?"
+    console.print(f"  {format_bytes(v.bytes_per_s)}/s of weights and cache, {rounds}{settled}")
+    for kind, sources in v.predicted.estimated.items():
+        console.print(f"  {kind} was not measured: {', '.join(sources)} stood in for it")
     console.print()
 
 

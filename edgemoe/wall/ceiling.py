@@ -8,6 +8,8 @@ from edgemoe.wall.hits import capacity_for
 from edgemoe.wall.rates import NAMES
 from edgemoe.wall.tiers import COPY, Leg, Path, Wall
 
+# A link that many times as fast is not to be bought.
+BELIEVABLE = 50
 Pair = tuple[float | None, float | None]
 
 
@@ -97,20 +99,26 @@ def _advice(wall: Wall, path: Path, link: Leg | None, c: Ceiling) -> Iterator[st
         yield _hit_rate_words(path, c)
         yield from _buy_capacity(wall, path, link, c)
         for end, rate, now in zip(_ENDS, c.link_rate, (link.speed.low, link.speed.high), strict=True):
-            if rate and rate > now:
+            if rate and now < rate < BELIEVABLE * now:
                 yield f"or a faster {NAMES[link.tier]}: {format_bytes(rate)}/s {end}, {rate / now:.1f}× this one"
         yield _lower_bytes(link, c.target)
 
 
 def _computing_is_too_slow(path: Path, target: float) -> Iterator[str]:
-    leg = max((leg for leg in path.legs if leg.stage != COPY), key=lambda leg: leg.fast)
+    computing = [leg for leg in path.legs if leg.stage != COPY]
+    names = " and ".join(dict.fromkeys(NAMES[leg.tier] for leg in computing))
+    times = path.computing * target
+    if times <= 1:
+        yield f"only if everything goes at its best: {_ms(path.computing)} of {_ms(1 / target)} per token"
+        times = path.slow * target
+        yield f"to be sure of it: {names} {times:.1f}× as fast, or {1 / times:.0%} of the bytes (fewer bits per weight)"
+        return
     yield (
-        f"{NAMES[leg.tier]} bounds it whatever is cached: computing alone takes {_ms(path.computing)} per token at "
+        f"{names} bound it whatever is cached: computing alone takes {_ms(path.computing)} per token at "
         f"best, {target:g} tok/s leave {_ms(1 / target)}"
     )
-    size = sum(other.bytes[0] for other in path.legs if other.tier == leg.tier and other.stage != COPY)
-    yield f"buy bandwidth: {NAMES[leg.tier]} would have to give {format_bytes(size * target)}/s, it gives {leg.speed}"
-    yield _lower_bytes(leg, target)
+    yield f"buy bandwidth: {names} {times:.1f}× as fast"
+    yield f"or fewer bytes, {1 / times:.0%} of these: fewer bits per weight, a smaller top-k, or a smaller model"
 
 
 def _hit_rate_words(path: Path, c: Ceiling) -> str:

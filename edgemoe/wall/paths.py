@@ -4,6 +4,7 @@ from edgemoe.model.memory import memory_needs
 from edgemoe.wall.hits import slots_for
 from edgemoe.wall.tiers import COPY, EXPERTS, Path, Wall
 
+ALL_IN_RAM = "all in RAM"
 _EARLY_COPIES = "copies that are issued early hide behind computing"
 _EARLY_READS = "reads that are issued early hide behind computing"
 _SIDE_BY_SIDE = "GPU and CPU execute experts of a layer side by side"
@@ -35,7 +36,7 @@ def _all_in_vram(wall: Wall) -> Path:
 
 def _all_in_ram(wall: Wall) -> Path:
     legs = [wall.leg("ram", _REST, wall.fixed), wall.leg("cpu", "experts", wall.routed, EXPERTS)]
-    return wall.path("all in RAM", "CPU only", legs, _needs(wall, "ram"))
+    return wall.path(ALL_IN_RAM, "CPU only", legs, _needs(wall, "ram"), extra=wall.cpu_extra)
 
 
 def _experts_on_cpu(wall: Wall) -> Path:
@@ -81,7 +82,9 @@ def _streamed(wall: Wall, name: str, how: str, rest: str, needs: tuple[int, int]
         wall.leg("cpu", "experts", wall.routed, EXPERTS),
         wall.leg("ssd", "missing experts", hit.copied, COPY),
     ]
-    return wall.path(name, how, legs, needs, _EARLY_READS, slots, hit, [f"hit rate {hit}: {hit.why}"])
+    why = [f"hit rate {hit}: {hit.why}"]
+    extra = wall.cpu_extra if rest == "ram" else 0.0
+    return wall.path(name, how, legs, needs, _EARLY_READS, slots, hit, why, extra)
 
 
 def _mixed(wall: Wall) -> Path:

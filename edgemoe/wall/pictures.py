@@ -6,7 +6,7 @@ In the style of `edgemoe.tracing.pictures`: each function returns a matplotlib F
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -57,8 +57,10 @@ def ladder(wall: Wall, target: float) -> "Figure":
             axes.barh(at, low - least, left=least, height=0.56, color=_TIER_COLOURS[tier])
             axes.barh(at, high - low, left=low, height=0.56, color=_TIER_COLOURS[tier], alpha=0.4)
             short = f"{need / low:.0f}× short" if need / low >= 9.5 else f"{need / low:.1f}× short"
-            text = f" {speed}" + (f"  {short}" if low < need * 0.995 else "  enough")
-            axes.annotate(text, (high, at), va="center", fontsize=9.5, color=INK)
+            text = f"{speed}" + (f"  {short}" if low < need * 0.995 else "  enough")
+            behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+            place: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+            axes.annotate(text, (high, at), fontsize=9.5, color=INK, bbox=behind, zorder=3, **place)
         axes.axvline(need, color=INK, linewidth=1.6, linestyle=(0, (4, 2)))
         axes.annotate(
             f"need: {need:.3g} GB/s", (need, -0.62), (4, 0), textcoords="offset points", fontsize=9.5, color=INK
@@ -70,7 +72,11 @@ def ladder(wall: Wall, target: float) -> "Figure":
         axes.set_xlabel("GB/s")
         axes.tick_params(axis="y", length=0)
         said = format_bytes(wall.fixed + wall.routed[1])
-        _title(axes, _ladder_claim(tiers[0], need, target), f"{wall.geometry.name}: {said} per token, nothing cached")
+        _title(
+            axes,
+            _ladder_claim(tiers[0], need, target),
+            f"{wall.geometry.name}: {said} per token, nothing cached; pale: at best",
+        )
     return figure
 
 
@@ -92,8 +98,15 @@ def by_batch(table: Sequence[Batch]) -> "Figure":
         figure, axes = _figure(7.6, 4.6)
         _band(axes, streams, low, high)
         axes.plot(
-            streams, streams * low[0] / streams[0], color=FAINT, linestyle=(0, (1, 2)), label="if all were shared"
+            streams,
+            streams * low[0] / streams[0],
+            color=FAINT,
+            linestyle=(0, (1, 2)),
+            label="streams that share every byte",
         )
+        for at, row in enumerate(rows):
+            if at == 0 or row[3] != rows[at - 1][3]:
+                axes.annotate(row[3], (row[0], row[1]), (0, -14), textcoords="offset points", fontsize=8.5, ha="center")
         axes.set_xscale("log", base=2)
         axes.set_xticks(streams, [f"{int(count)}" for count in streams])
         axes.minorticks_off()
@@ -101,12 +114,13 @@ def by_batch(table: Sequence[Batch]) -> "Figure":
         axes.set_xlabel("concurrent streams")
         axes.set_ylabel("tokens per second, all streams")
         gain = low[-1] / low[0]
-        names = ", ".join(dict.fromkeys(row[3] for row in rows))
         worth = f"{int(streams[-1])} streams together give {gain:.1f}× the tokens of one"
         _title(
-            axes, worth if len(rows) > 1 else "One batch size: nothing to compare", f"way: {names}; {table[0].source}"
+            axes,
+            worth if len(rows) > 1 else "One batch size: nothing to compare",
+            f"the best way for each; {table[-1].source}",
         )
-        axes.legend(loc="upper left", fontsize=9.5)
+        _legend(axes)
     return figure
 
 
@@ -126,9 +140,9 @@ def by_budget(wall: Wall, path: Path) -> "Figure":
         axes.set_xlabel(f"{memory.upper()} that the model may use (GB)")
         axes.set_ylabel("tokens per second")
         at = float(np.interp(now, budgets / 1e9, low))
-        claim = f"From {format_bytes(now * 1e9)} to all: {at:.2g} to {low[-1]:.2g} tok/s at worst"
-        _title(axes, claim, f"{wall.geometry.name}, way: {path.name}; {wall.caching.dynamic.label}")
-        axes.legend(loc="upper left", fontsize=9.5)
+        claim = f"{format_bytes(now * 1e9)} give at least {at:.2g} tok/s, room for every expert {low[-1]:.2g}"
+        _title(axes, claim, f"{wall.geometry.name}, way: {path.name}, {path.how}")
+        _legend(axes)
     return figure
 
 
@@ -138,7 +152,8 @@ def _over_budgets(wall: Wall, path: Path, memory: str) -> tuple[np.ndarray, np.n
     most = least + wall.geometry.routed_bytes
     found = []
     for budget in np.linspace(least, most, BUDGETS):
-        machine = replace(wall.machine, **{f"{memory}_bytes": int(budget) + 1})
+        change: dict[str, Any] = {f"{memory}_bytes": int(budget) + 1}
+        machine = replace(wall.machine, **change)
         same = next(way for way in paths(replace(wall, machine=machine)) if way.name == path.name)
         if same.possible:
             found.append((budget, *same.tokens_per_s))
@@ -157,6 +172,10 @@ def _figure(width: float, height: float) -> tuple["Figure", "Axes"]:
 
     figure = Figure(figsize=(width, height), facecolor="white")
     return figure, figure.subplots()
+
+
+def _legend(axes: "Axes") -> None:
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9.5, handlelength=2.8)
 
 
 def _title(axes: "Axes", claim: str, detail: str) -> None:

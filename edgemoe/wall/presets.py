@@ -108,9 +108,9 @@ def preset_geometry(text: str) -> ModelGeometry:
     scheme = (scheme or found.quantisation).upper()
     if scheme not in SCHEMES:
         raise UserError(f"no quantisation {scheme!r}: presets come in {', '.join(SCHEMES)}")
-    facts = _facts(name.lower(), found)
+    facts = _facts(f"{name.lower()}:{scheme}", found)
     tensors = list(_typed(found, scheme))
-    return assemble(f"{name.lower()}:{scheme}", facts, tensors, sum(tensor.nbytes for tensor in tensors))
+    return assemble(text, facts, tensors, sum(tensor.nbytes for tensor in tensors))
 
 
 def _facts(name: str, m: Published) -> Facts:

@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgemoe.wall.batch import Batch
 from edgemoe.wall.ceiling import Ceiling
 from edgemoe.wall.plan import Plan, Residency
 from edgemoe.wall.tiers import Path, Wall
+
+if TYPE_CHECKING:
+    from edgemoe.machine.profile import Profile
+    from edgemoe.model import Model
+    from edgemoe.wall.verify import Verified
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,9 @@ class Answer:
     residency: tuple[Residency, ...] = ()
     plan: Plan | None = None
     notes: tuple[str, ...] = ()
+    model: "Model | None" = None  # none of a preset
+    profile: "Profile | None" = None
+    verified: "Verified | None" = None
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
@@ -55,6 +63,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "batches": [_batch(row) for row in answer.batches],
         "residency": [asdict(row) for row in answer.residency],
         "plan": _plan(answer.plan) if answer.plan else None,
+        "verified": _verified(answer.verified) if answer.verified else None,
         "notes": list(answer.notes),
     }
 
@@ -99,6 +108,22 @@ def _batch(row: Batch) -> dict[str, Any]:
 def _plan(plan: Plan) -> dict[str, Any]:
     counts = {tier: _span([len(getattr(layer, tier)) for layer in plan.layers]) for tier in ("vram", "ram", "ssd")}
     return {"vram_bytes": plan.vram_bytes, "ram_bytes": plan.ram_bytes, "loads": plan.loads, "per_layer": counts}
+
+
+def _verified(verified: "Verified") -> dict[str, Any]:
+    return {
+        "predicted_tokens_per_s": verified.predicted.tokens_per_s,
+        "measured_tokens_per_s": verified.measured.median,
+        "spread": verified.measured.spread,
+        "rounds": verified.measured.rounds,
+        "stable": verified.measured.stable,
+        "error": verified.error,
+        "bytes_per_token": verified.predicted.nbytes,
+        "bytes_per_s": verified.bytes_per_s,
+        "threads": verified.threads,
+        "context": verified.context,
+        "estimated_types": {name: list(sources) for name, sources in verified.predicted.estimated.items()},
+    }
 
 
 def _span(counts: Sequence[int]) -> list[int]:

@@ -4,7 +4,8 @@ A path is a list of legs, each so many bytes over one tier. Its slow end takes t
 tier's least rate and on the text that a cache catches least of. Its fast end takes the greatest rates and the best
 text, lets copies hide behind computing, and lets devices that execute experts of one layer work side by side; what
 depends on the step before still waits for it. Nothing but bytes is counted: arithmetic, launches and sampling come on
-top, so that the fast end is a ceiling and not a promise.
+top, so that the fast end is a ceiling and not a promise. Where a profile knows the cost of each of ggml's products, the
+slow end of what the CPU does alone includes it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,6 +57,7 @@ class Path:
     hit: Hit | None = None
     missing: str = ""
     reasons: tuple[str, ...] = ()
+    extra: float = 0.0  # seconds per step at worst that are not bytes
 
     @property
     def possible(self) -> bool:
@@ -64,7 +66,7 @@ class Path:
     @property
     def slow(self) -> float:
         """Seconds per step: every leg after the other."""
-        return sum(leg.slow for leg in self.legs)
+        return sum(leg.slow for leg in self.legs) + self.extra
 
     @property
     def fast(self) -> float:
@@ -124,6 +126,7 @@ class Wall:
     n_ctx: int
     routed: tuple[float, float]
     streams: int = 1
+    cpu_extra: float = 0.0  # seconds per step of a CPU that does it all which are not bytes
 
     @classmethod
     def of_one(cls, geometry: ModelGeometry, machine: Machine, caching: Caching, n_ctx: int) -> "Wall":
@@ -152,13 +155,16 @@ class Wall:
         slots: Sequence[int] = (),
         hit: Hit | None = None,
         why: Sequence[str] = (),
+        extra: float = 0.0,
     ) -> Path:
         """The path, or what it lacks: memory first (needs: VRAM, RAM), then rates."""
         known = tuple(leg for leg in legs if isinstance(leg, Leg) and leg.bytes[1] > 0)
         flags = [leg for leg in legs if isinstance(leg, str)]
-        reasons = (*why, *_reasons(known, overlap))
+        reasons = [*why, *_reasons(known, overlap)]
+        if extra:
+            reasons.append(f"at worst {1e3 * extra:.2g} ms that are not bytes (profile: the cost of every product)")
         missing = self._lacking(*needs, flags)
-        return Path(name, how, known, self.streams, overlap, tuple(slots), *needs, hit, missing, reasons)
+        return Path(name, how, known, self.streams, overlap, tuple(slots), *needs, hit, missing, tuple(reasons), extra)
 
     def _lacking(self, vram: int, ram: int, flags: Sequence[str]) -> str:
         m = self.machine
@@ -168,7 +174,11 @@ class Wall:
         ):
             if need > there:
                 known = there or who != NOT_GIVEN
-                has = f"there is {format_bytes(there)}" if known else f"--{what.lower()} is not given"
+                has = (
+                    f"there is {format_bytes(there) if there else 'none'}"
+                    if known
+                    else f"--{what.lower()} is not given"
+                )
                 return f"needs {format_bytes(need)} of {what}, {has}"
         return f"rate not known: give {' and '.join(dict.fromkeys(flags))}" if flags else ""
 
