@@ -126,8 +126,7 @@ class _Probe:
         self.position = 0
 
     def run(self, advance: Advance) -> tuple[dict[Cell, Rate], page_cache.Evidence]:
-        depth, memory = max(cell[2] for cell in self.cells), max(cell[1] * cell[2] for cell in self.cells)
-        with DirectReader(depth, memory) as self.reader:
+        with DirectReader(max(depth for _, _, depth in self.cells)) as self.reader:
             if self.direct:
                 self._check_content()
             warm = self._warm_rate()
