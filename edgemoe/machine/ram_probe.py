@@ -30,7 +30,7 @@ _SHARE_OF_FREE = 0.8
 
 
 @numba.njit(nogil=True, cache=True)
-def _load(array, passes):  # type: ignore[no-untyped-def]
+def load_sum(array, passes):  # type: ignore[no-untyped-def]
     """Sum uint64 `array` `passes` times. LLVM keeps several vector sums, so loads and not additions limit it."""
     total = np.uint64(0)
     for _ in range(passes):
@@ -66,7 +66,7 @@ def probe_ram(effort: Effort = FULL, advance: Advance = no_progress) -> RamRates
         _warm_up(source, target)
         cells: dict[tuple[str, int], Callable[[], float]] = {}
         for count in counts:
-            cells["load", count] = partial(_round, pool, _load, count, (source,))
+            cells["load", count] = partial(_round, pool, load_sum, count, (source,))
             cells["copy", count] = partial(_round, pool, _copy, count, (source, target))
         rates = settle(cells, effort, advance)
     load, copy = (tuple(ThreadsRate(count, rates[kind, count]) for count in counts) for kind in ("load", "copy"))
@@ -88,7 +88,7 @@ def _warm_up(source: np.ndarray, target: np.ndarray) -> None:
     """Compile, wake the cores, and see that the kernels do what they are timed for."""
     target[:] = 0
     _copy(source, target, 1)
-    if int(_load(target, 1)) != len(target):
+    if int(load_sum(target, 1)) != len(target):
         raise RuntimeError("the load kernel does not read what the copy kernel wrote")
 
 
