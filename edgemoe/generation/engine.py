@@ -1,0 +1,124 @@
+"""What generation asks of an engine: tokens in, logits of the next token out, and figures about how it went.
+
+`edgemoe.llamacpp.resident.ResidentEngine` keeps the whole model in RAM; `edgemoe.streaming.StreamingEngine` keeps what
+fits and reads the rest. Sampling, chat and the commands know this protocol only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+_E = TypeVar("_E", bound="Engine")
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Running totals since the engine was made; the difference of two is what happened in between.
+
+    An engine without a cache leaves everything below `seconds` at zero.
+    """
+
+    tokens: int = 0
+    """Tokens decoded, those of prompts included."""
+    seconds: float = 0.0
+    """Time inside `prefill` and `decode`; the three shares below are parts of it."""
+    compute_s: float = 0.0
+    demand_wait_s: float = 0.0
+    """Time a layer stood still until the experts that it executes had been read."""
+    policy_s: float = 0.0
+    loads: int = 0
+    """Expert loads: executions of one expert for one token in one layer."""
+    hits: int = 0
+    """Loads whose expert was resident in the logical cache."""
+    demand_reads: int = 0
+    demand_bytes: int = 0
+    prefetch_reads: int = 0
+    prefetch_bytes: int = 0
+    prefetch_in_time: int = 0
+    prefetch_late: int = 0
+    prefetch_unused: int = 0
+    ram_bytes: int = 0
+    """Anonymous memory that this process holds now: a level, not a total."""
+
+    def __sub__(self, earlier: "EngineStats") -> "EngineStats":
+        """What happened since `earlier`; the memory is the later one's."""
+        since = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
+        return EngineStats(**{**since, "ram_bytes": self.ram_bytes})
+
+    @property
+    def hit_rate(self) -> float | None:
+        """1 − misses / loads, None before the first load."""
+        return self.hits / self.loads if self.loads else None
+
+    @property
+    def read_bytes(self) -> int:
+        return self.demand_bytes + self.prefetch_bytes
+
+
+class Engine(Protocol):
+    """One model and one sequence of tokens, whose memory (KV cache) holds the tokens before `position`."""
+
+    @property
+    def description(self) -> str:
+        """The model in a few words, for people."""
+
+    @property
+    def n_vocab(self) -> int: ...
+
+    @property
+    def n_ctx(self) -> int:
+        """The most tokens that a sequence can have."""
+
+    @property
+    def position(self) -> int:
+        """Tokens that the memory holds."""
+
+    @property
+    def bos(self) -> int | None:
+        """The token that a text starts with, where the model wants one."""
+
+    @property
+    def eos_tokens(self) -> frozenset[int]:
+        """Tokens that end a text or a turn."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja template in the model file, if it has one."""
+
+    def tokenize(self, text: bytes, *, special: bool = False) -> np.ndarray:
+        """Token ids of a text, [T] int32, without BOS. `special` reads `<|im_end|>` and the like as the tokens that
+        they name: for the output of a chat template, never for text that a person typed."""
+
+    def piece(self, token: int) -> bytes:
+        """What a token adds to the text: any bytes, also a part of a character; nothing for control tokens."""
+
+    def prefill(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Append tokens (at least one) in batches; the logits after the last one, [V] float32.
+
+        Raises `UserError`, before anything is decoded, where they do not fit into the context. After an exception
+        (Ctrl-C) the memory holds the tokens before `position`, none or some of the new ones, and nothing half-made.
+        """
+
+    def decode(self, token: int) -> np.ndarray:
+        """Append one token; the logits after it, [V] float32. Errors and exceptions as in `prefill`."""
+
+    def rewind(self, position: int) -> int:
+        """Forget the tokens from `position` on; what caches hold stays. Returns the new position: 0 where a model's
+        memory (recurrent layers, sliding windows) cannot forget a part."""
+
+    def reset(self) -> None:
+        """Start a new sequence: the memory empty, the policy as at the start."""
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None:
+        """Free everything; may be called again."""
+
+    def __enter__(self: _E) -> _E: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
