@@ -48,9 +48,9 @@ class Evidence:
     def why_cached(self) -> str | None:
         """Why the rate is the page cache's, in words; None if it is the disk's."""
         share = self.fetched_share
-        if share is not None and share >= MOST_OF:
+        if share is not None and MOST_OF <= share <= 2 - MOST_OF:  # more is readahead, which only the cache does
             return None
-        if share is not None and self.block_device:
+        if share is not None and share < MOST_OF and self.block_device:
             return f"only {share:.0%} of the bytes read came from the device"
         if self.resident_before is not None and self.resident_after is not None:
             grown = self.resident_after - self.resident_before
