@@ -106,7 +106,8 @@ def _advice(wall: Wall, path: Path, link: Leg | None, c: Ceiling) -> Iterator[st
 
 def _computing_is_too_slow(path: Path, target: float) -> Iterator[str]:
     computing = [leg for leg in path.legs if leg.stage != COPY]
-    names = " and ".join(dict.fromkeys(NAMES[leg.tier] for leg in computing))
+    slow = [leg for leg in computing if leg.fast >= 0.1 * path.computing]
+    names = " and ".join(dict.fromkeys(NAMES[leg.tier] for leg in slow))
     times = path.computing * target
     if times <= 1:
         yield f"only if everything goes at its best: {_ms(path.computing)} of {_ms(1 / target)} per token"
@@ -114,8 +115,8 @@ def _computing_is_too_slow(path: Path, target: float) -> Iterator[str]:
         yield f"to be sure of it: {names} {times:.1f}× as fast, or {1 / times:.0%} of the bytes (fewer bits per weight)"
         return
     yield (
-        f"{names} bound it whatever is cached: computing alone takes {_ms(path.computing)} per token at "
-        f"best, {target:g} tok/s leave {_ms(1 / target)}"
+        f"{names} {'bounds' if len(slow) == 1 else 'bound'} it whatever is cached: computing alone takes "
+        f"{_ms(path.computing)} per token at best, {target:g} tok/s leave {_ms(1 / target)}"
     )
     yield f"buy bandwidth: {names} {times:.1f}× as fast"
     yield f"or fewer bytes, {1 / times:.0%} of these: fewer bits per weight, a smaller top-k, or a smaller model"

@@ -91,13 +91,15 @@ def _mixed(wall: Wall) -> Path:
     """Path-Mapped Serving (arXiv 2608.18261, §5) over three tiers: experts pinned by heat, hot ones in VRAM, warm ones
     in RAM on the CPU, cold ones read from SSD and executed on the CPU."""
     g, machine = wall.geometry, wall.machine
+    if wall.caching.rate is not None:
+        return Path("placed", "by heat", missing="a given hit rate does not say how much of it VRAM serves")
     vram, _ = _needs(wall, "experts-in-ram")
     hot = slots_for(g, machine.vram_bytes - vram)
     warm = slots_for(g, machine.ram_bytes - g.embedding_bytes)
     both = tuple(min(a + c, g.n_experts) for a, c in zip(hot, warm, strict=True))
     in_vram, in_memory = wall.caching.pinned.at(hot), wall.caching.pinned.at(both)
     cpu = in_vram.copied
-    gpu = (max(wall.routed[0] - cpu[1], 0.0), max(wall.routed[1] - cpu[0], 0.0))
+    gpu = (max(wall.routed[0] - cpu[0], 0.0), max(wall.routed[1] - cpu[1], 0.0))
     legs = [
         wall.leg("vram", _REST, wall.fixed),
         wall.leg("vram", "hot experts", gpu, EXPERTS),

@@ -33,7 +33,7 @@ class Answer:
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
-    """Plain values only. Pairs are (least, most)."""
+    """Plain values only. Pairs are (least, most), of a leg's bytes and seconds (at best, at worst)."""
     wall, g = answer.wall, answer.wall.geometry
     token = wall.token
     machine = wall.machine

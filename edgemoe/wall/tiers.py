@@ -24,7 +24,7 @@ BEFORE, EXPERTS, COPY = 0, 1, 2
 
 @dataclass(frozen=True)
 class Leg:
-    """Bytes per step (least, most) over one tier."""
+    """Bytes per step over one tier: (at best, at worst)."""
 
     tier: str
     what: str
@@ -158,7 +158,7 @@ class Wall:
         extra: float = 0.0,
     ) -> Path:
         """The path, or what it lacks: memory first (needs: VRAM, RAM), then rates."""
-        known = tuple(leg for leg in legs if isinstance(leg, Leg) and leg.bytes[1] > 0)
+        known = tuple(leg for leg in legs if isinstance(leg, Leg) and max(leg.bytes) > 0)
         flags = [leg for leg in legs if isinstance(leg, str)]
         reasons = [*why, *_reasons(known, overlap)]
         if extra:
