@@ -91,9 +91,9 @@ def simulate(
     for capacity in capacities:
         if not 1 <= capacity <= trace.n_experts:
             raise UserError(f"{trace.name}: {capacity} slots per layer; expected 1 to its {trace.n_experts} experts")
-    named = _resolve(policies)
     rows = _layer_rows(trace, layer)
     known = calibration or Calibration.stored(trace)
+    named = {name: policy and completed(policy, known) for name, policy in _resolve(policies).items()}
     for name, policy in named.items():
         if policy:
             _check_policy(trace, name, policy, capacities)
@@ -175,8 +175,8 @@ def _layer_rows(trace: Trace, layer: int | str) -> list[int]:
 
 
 def _check_policy(trace: Trace, name: str, policy: Policy, capacities: Sequence[int]) -> None:
-    if trace.scores is None and (policy.routing != "exact" or policy.elide):
-        raise UserError(f"{name} selects by the router's scores, which {trace.name} lacks: trace it with --scores")
+    if trace.scores is None and policy.needs_scores:
+        raise UserError(f"{name} needs the router's scores, which {trace.name} lacks: trace it with --scores")
     if trace.pregate is None and policy.needs_pregate:
         raise UserError(f"{name} prefetches by the pre-gate, which {trace.name} lacks: trace it with --pregate")
     for what, values in (("scores", trace.scores), ("pregate", trace.pregate)):
@@ -194,7 +194,6 @@ def _top_k(trace: Trace) -> np.ndarray:  # [L]
 
 
 def _cache(trace: Trace, policy: Policy, capacity: int, known: Calibration) -> Cache:
-    policy = completed(policy, known)
     delta = known.delta if known.delta is not None else np.zeros(trace.n_layers, dtype=np.float32)
     warm = known.warm if known.warm is not None else np.zeros((trace.n_layers, 0), dtype=np.int64)
     return view(new_block(policy, _top_k(trace), trace.n_experts, capacity, delta, warm))
@@ -208,12 +207,12 @@ def _replay_rule(trace: Trace, name: str, capacity: int, row: int) -> np.ndarray
 
 
 def _replay_policy(trace: Trace, policy: Policy, cache: Cache, row: int) -> np.ndarray:
-    """Counts [5] of one layer under Algorithm 1; exact routing executes what the trace recorded."""
+    """Counts [5] of one layer under Algorithm 1; exact routing executes what the trace recorded if that is enough."""
     starts = np.zeros(trace.n_tokens, dtype=np.bool_)
     starts[trace.windows] = True
     none = np.zeros((0, trace.n_experts), dtype=np.float32)
     recorded = np.ascontiguousarray(trace.experts[row])
-    if policy.routing != "exact" or policy.elide:
+    if policy.needs_scores:
         recorded = recorded[:0]
     elif (recorded[:, : (recorded >= 0).sum(axis=1).max()] < 0).any():
         raise UserError(f"{trace.name}: in layer {trace.layers[row]} some tokens have fewer experts than others")

@@ -114,6 +114,11 @@ class Policy:
         return self.prefetch == "pre-gate"
 
     @property
+    def needs_scores(self) -> bool:
+        """Whether the router's own choice is not enough: other experts may run, or a running Δ̄ follows the scores."""
+        return self.routing != "exact" or self.elide > 0 or (self.uses_bonus and self.scale == "running")
+
+    @property
     def insertions(self) -> int:
         """n as a number."""
         return int(self.budget)

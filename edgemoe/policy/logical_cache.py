@@ -102,9 +102,12 @@ class LogicalCache:
         _reset(self.block)
 
     def begin_token(self, token: int | None = None) -> None:
-        """Freeze the priorities of all layers for this token, whose id selects the row of the token prior, if any."""
-        if self.prior is not None and token is not None:
-            self.state.prior[:] = self.prior[:, token]
+        """Freeze the priorities of all layers for this token, whose id selects the row of the token prior, if any.
+
+        Of a token without an id nothing is known: its prior is zero.
+        """
+        if self.prior is not None:
+            self.state.prior[:] = 0 if token is None else self.prior[:, token]
         _begin_token(self.block)
 
     def prefetch(self, layer: int, pregate: np.ndarray | None = None) -> list[Copy]:
@@ -128,9 +131,12 @@ class LogicalCache:
         return Selection(self.state.executed[:m].tolist(), self._copies())
 
     def observe(self, layer: int, experts: Sequence[int] | np.ndarray) -> list[Copy]:
-        """Part 2 for exact routing where the router's own choice [k], in its own ranking, is already made."""
-        if self.policy.routing != "exact" or self.policy.elide:
-            raise ValueError(f"only plain exact routing executes the router's choice as it is, not {self.policy}")
+        """Part 2 for exact routing where the router's own choice [k], in its own ranking, is already made.
+
+        Raises ValueError for a policy that `needs_scores`: it would run other experts, or lose its running Δ̄.
+        """
+        if self.policy.needs_scores:
+            raise ValueError(f"exact routing without a running scale can do without scores, not {self.policy}: select")
         self._check_frozen(layer)
         chosen = np.ascontiguousarray(experts, dtype=np.int16)
         k, n_experts = int(self.state.top_k[layer]), self.state.n_experts

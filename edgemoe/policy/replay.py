@@ -4,7 +4,7 @@ import numpy as np
 
 from edgemoe.policy import algorithm1
 from edgemoe.policy._jit import kernel
-from edgemoe.policy.state import EXACT, PRE_GATE, TOKEN_PRIOR, Cache
+from edgemoe.policy.state import PRE_GATE, TOKEN_PRIOR, Cache
 
 EXECUTED, DEMAND, PREFETCHED, UNUSED, REPLACED = range(5)
 
@@ -16,7 +16,7 @@ def replay_layer(
     starts: np.ndarray,  # [T] bool: a sequence starts here
     scores: np.ndarray,  # [T, E] float32
     pregate: np.ndarray,  # [T, E] float32, or [0, E] for a layer without one
-    recorded: np.ndarray,  # [T, k] int16: what exact routing executed, or [0, k]
+    recorded: np.ndarray,  # [T, k] int16: what exact routing executed; [0, k] for a policy that needs the scores
     prior: np.ndarray,  # [T, E] float32: π_l of each token, or [0, E]
 ) -> np.ndarray:  # [5] int64
     """Replay one layer and count: executed experts, demand copies, prefetch copies, those unused, replaced experts.
@@ -40,7 +40,7 @@ def replay_layer(
             n = c.n_copies[0]
         for i in range(n):
             brought[i] = c.copy_expert[i]
-        if c.routing == EXACT and len(recorded):
+        if len(recorded):
             algorithm1.observe(c, layer, recorded[t])
             m = c.top_k[layer]
         else:

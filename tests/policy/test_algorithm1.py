@@ -1,5 +1,7 @@
 """The compiled policy against the plain reading of Algorithm 1, decision for decision, on adversarial input."""
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -201,18 +203,38 @@ def test_arrays_that_do_not_fit_are_errors():
         steered.observe(0, [0, 1])
 
 
-@settings(max_examples=100, deadline=None)
-@given(cases())
-def test_observing_the_routers_choice_is_selecting_exactly(case):
-    case["policy"] = Policy(eviction=case["policy"].eviction)
+@settings(max_examples=300, deadline=None)
+@given(cases(), st.sampled_from(["fixed", "running"]))
+def test_observing_the_routers_choice_is_selecting_exactly(case, scale):
+    """With every eviction rule and prefetch; where a running bonus scale follows the scores, observing is refused."""
+    drawn = asdict(case["policy"])
+    kept = {name: drawn[name] for name in ("eviction", "prefetch", "window", "budget", "gate")}
+    gated = kept["gate"] == "predicted"
+    case["policy"] = Policy(**kept, lam=0.5 if gated else 0.0, scale=scale if gated else "fixed")
     selecting, _ = pair(case)
     observing, _ = pair(case)
-    for z in case["scores"][0]:
-        selecting.begin_token()
-        observing.begin_token()
+    for t, z in enumerate(case["scores"][0]):
+        for cache in (selecting, observing):
+            cache.begin_token(case["tokens"][t])
+        assert selecting.prefetch(0, case["pregate"][0, t]) == observing.prefetch(0, case["pregate"][0, t])
         experts, copies = selecting.select(0, z)
+        if case["policy"].scale == "running":
+            with pytest.raises(ValueError, match="running scale"):
+                observing.observe(0, experts)
+            return
         assert observing.observe(0, experts) == copies
         assert observing.resident(0) == selecting.resident(0)
+
+
+def test_a_token_without_an_id_has_no_prior():
+    """The row of the token before must not stay behind."""
+    prior = np.zeros((1, 2, 4), dtype=np.float32)
+    prior[0, 1, 2] = 1
+    cache = LogicalCache(Policy(eviction="score"), n_layers=1, n_experts=4, top_k=1, capacity=2, prior=prior)
+    cache.begin_token(1)
+    assert cache.state.priority[0].tolist() == [0, 0, 1, 0]
+    cache.begin_token()
+    assert cache.state.priority[0].tolist() == [0, 0, 0, 0]
 
 
 def test_selecting_twice_for_one_token_is_an_error():

@@ -108,6 +108,31 @@ def test_rules_carry_their_state_through_windows_and_algorithm_1_does_not():
     assert misses[1] < misses[0]  # the warm set comes from this very text
 
 
+def test_a_running_scale_reaches_the_gate_under_exact_routing():
+    """λ has nothing to steer there but the prefetches, which a gate without its bonus scale would not change."""
+
+    def prefetched(lam):
+        policy = preset("psr-gated", routing="exact", scale="running", window=5, lam=lam)
+        cache = LogicalCache(policy, n_layers=3, n_experts=16, top_k=4, capacity=6, warm=trace.warm)
+        copies = 0
+        for t in range(trace.n_tokens):
+            if t in trace.windows:
+                cache.reset()
+            cache.begin_token()
+            copies += len(cache.prefetch(1, trace.pregate[1, t]))
+            cache.select(1, trace.scores[1, t])
+        row = simulate(trace, [6], {"gated": policy}, layer=2).iloc[0]
+        assert row["prefetch_per_token"] * trace.n_tokens == pytest.approx(copies)
+        assert row["replaced_per_token"] == 0
+        return copies
+
+    trace = make_trace()
+    assert prefetched(1.0) < prefetched(0.0)
+    unscored = make_trace(scores=None)
+    with pytest.raises(UserError, match="needs the router's scores"):
+        simulate(unscored, [6], {"gated": preset("psr-gated", routing="exact", scale="running", window=5)})
+
+
 def test_exact_routing_executes_what_was_recorded():
     """The router's ranking of near-ties is its own: here it recorded the four worst experts."""
     trace = make_trace()
