@@ -59,7 +59,10 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """One model and one sequence of tokens, whose memory (KV cache) holds the tokens before `position`."""
+    """One model and one sequence of tokens, whose memory (KV cache) holds the tokens before `position`.
+
+    `edgemoe.llamacpp.vocabulary.Vocabulary` gives a llama.cpp engine everything that is about text.
+    """
 
     @property
     def description(self) -> str:
@@ -88,18 +91,23 @@ class Engine(Protocol):
     def chat_template(self) -> str | None:
         """The Jinja template in the model file, if it has one."""
 
+    def special_text(self, name: str) -> str:
+        """The text of the `bos` or `eos` token, as chat templates write it; empty where there is none."""
+
     def tokenize(self, text: bytes, *, special: bool = False) -> np.ndarray:
         """Token ids of a text, [T] int32, without BOS. `special` reads `<|im_end|>` and the like as the tokens that
-        they name: for the output of a chat template, never for text that a person typed."""
+        they name: for the output of a chat template."""
 
-    def piece(self, token: int) -> bytes:
-        """What a token adds to the text: any bytes, also a part of a character; nothing for control tokens."""
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """What a token adds to the text: any bytes, also a part of a character; nothing for control tokens, or their
+        names where `special` asks for them."""
 
     def prefill(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Append tokens (at least one) in batches; the logits after the last one, [V] float32.
 
-        Raises `UserError`, before anything is decoded, where they do not fit into the context. After an exception
-        (Ctrl-C) the memory holds the tokens before `position`, none or some of the new ones, and nothing half-made.
+        Raises `UserError`, before anything is decoded, where they do not fit into the context. After any exception
+        (Ctrl-C, a disk that fails) the memory holds exactly the tokens before `position`, which may include some of the
+        new ones, and the engine can go on from there.
         """
 
     def decode(self, token: int) -> np.ndarray:

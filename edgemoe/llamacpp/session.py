@@ -106,26 +106,37 @@ class Session:
     def _load(self, n_gpu_layers: int) -> None:
         lib = self._lib
         _complaints.clear()
-        model_params = lib.llama_model_default_params()
-        model_params.n_gpu_layers = n_gpu_layers
+        model_params = self._model_params(n_gpu_layers)
         # Asked for every tensor: Ctrl-C need not wait for the rest of a large file.
-        go_on = lib.llama_progress_callback(lambda _progress, _data: not self._interrupted)
+        go_on = lib.llama_progress_callback(lambda progress, _data: self._loading(progress))
         model_params.progress_callback = go_on
         self._model = self._call(lib.llama_model_load_from_file, str(self.path).encode(), model_params)
         if not self._model:
             raise UserError(f"{self.path}: llama.cpp cannot load it ({_last_complaint()})")
-        params = lib.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = self.n_ctx, self.n_batch, self.n_ubatch
-        params.n_threads = params.n_threads_batch = self.n_threads
-        params.no_perf = True
-        if self.hub is not None:
-            params.cb_eval = lib.ggml_backend_sched_eval_callback(self.hub.callback)
-            params.cb_eval_user_data = self.hub.state.ctypes.data
-        self._context = lib.llama_init_from_model(self._model, params)
+        self._context = lib.llama_init_from_model(self._model, self._context_params())
         if not self._context:
             raise UserError(f"{self.path}: no room for a context of {self.n_ctx} tokens ({_last_complaint()})")
         self._batch = lib.llama_batch_init(self.n_batch, 0, 1)
         self._vocab = lib.llama_model_get_vocab(self._model)
+
+    def _loading(self, progress: float) -> bool:
+        """Called while loading, on the decoding thread, with the share done; False ends it."""
+        return not self._interrupted
+
+    def _model_params(self, n_gpu_layers: int) -> Any:
+        params = self._lib.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers
+        return params
+
+    def _context_params(self) -> Any:
+        params = self._lib.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = self.n_ctx, self.n_batch, self.n_ubatch
+        params.n_threads = params.n_threads_batch = self.n_threads
+        params.no_perf = True
+        if self.hub is not None:
+            params.cb_eval = self._lib.ggml_backend_sched_eval_callback(self.hub.callback)
+            params.cb_eval_user_data = self.hub.state.ctypes.data
+        return params
 
     @property
     def description(self) -> str:
