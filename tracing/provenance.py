@@ -3,15 +3,13 @@
 import ctypes
 import dataclasses
 import datetime
-import hashlib
 import importlib.metadata
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgemoe import __version__
 from edgemoe.llamacpp.graph import Router
-from edgemoe.llamacpp.header import read_header
+from edgemoe.llamacpp.header import header_fingerprint
 from edgemoe.llamacpp.libraries import ggml_base, llama
 from edgemoe.llamacpp.session import Session
 from edgemoe.model import Model
@@ -19,12 +17,6 @@ from edgemoe.tracing.texts import Text
 
 if TYPE_CHECKING:
     from edgemoe.tracing.capture import Settings
-
-
-def header_fingerprint(path: Path) -> str:
-    """SHA-256 of a GGUF file up to its tensor data: hyperparameters, vocabulary, names, types and places of tensors."""
-    with path.open("rb") as file:
-        return hashlib.sha256(file.read(read_header(path).data_offset)).hexdigest()
 
 
 def llama_cpp_build() -> dict[str, str]:

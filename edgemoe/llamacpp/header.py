@@ -4,6 +4,7 @@ gguf-py needs seconds for a vocabulary of 152k tokens; libggml-base needs millis
 """
 
 import ctypes
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,6 +91,12 @@ def read_header(path: str | Path) -> Header:
             f"header promises ({header.promised_bytes - file_bytes:,} bytes missing): download it again"
         )
     return header
+
+
+def header_fingerprint(path: Path) -> str:
+    """SHA-256 of a GGUF file up to its tensor data: hyperparameters, vocabulary, names, types and places of tensors."""
+    with path.open("rb") as file:
+        return hashlib.sha256(file.read(read_header(path).data_offset)).hexdigest()
 
 
 def _check_is_gguf(path: Path) -> int:

@@ -259,7 +259,7 @@ def load_texts(g: ModelGeometry, files: Sequence[Path], paths: Sequence[str | Pa
 
 def check_trace(g: ModelGeometry, files: Sequence[Path], trace: "Trace", path: str | Path) -> None:
     """Refuse a trace of another model: by experts and layers, and by header fingerprint where both have one."""
-    from edgemoe.tracing.provenance import header_fingerprint
+    from edgemoe.llamacpp.header import header_fingerprint
 
     if trace.n_experts != g.n_experts:
         raise UserError(f"{path} is not a trace of {g.name}: it has {trace.n_experts} experts, the model {g.n_experts}")

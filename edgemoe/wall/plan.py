@@ -92,7 +92,7 @@ def make_plan(
     g: ModelGeometry, files: Sequence[Path], texts: Sequence["Trace"], vram_bytes: int, ram_bytes: int
 ) -> Plan:
     """The plan for budgets that are for experts alone. files: the model's, for its fingerprint."""
-    from edgemoe.tracing.provenance import header_fingerprint
+    from edgemoe.llamacpp.header import header_fingerprint
 
     heat = heat_map(texts)
     tiers = place(heat, g.expert_bytes, (max(vram_bytes, 0), max(ram_bytes, 0)))
@@ -177,7 +177,7 @@ def _parsed(data: dict[str, Any]) -> Plan:
 
 
 def _check_model(path: Path, plan: Plan, g: ModelGeometry, files: Sequence[Path]) -> None:
-    from edgemoe.tracing.provenance import header_fingerprint
+    from edgemoe.llamacpp.header import header_fingerprint
 
     layers = tuple(layer.layer for layer in plan.layers)
     if (plan.n_experts, layers) != (g.n_experts, g.moe_layers):
