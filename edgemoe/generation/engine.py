@@ -41,7 +41,7 @@ class EngineStats:
     prefetch_late: int = 0
     prefetch_unused: int = 0
     ram_bytes: int = 0
-    """Anonymous memory that this process holds now: a level, not a total."""
+    """RAM that this process holds now, weights included: a level, not a total."""
 
     def __sub__(self, earlier: "EngineStats") -> "EngineStats":
         """What happened since `earlier`; the memory is the later one's."""

@@ -97,6 +97,7 @@ class Session:
             )
         self._running: Future[Any] | None = None
         self._interrupted = False
+        self.loaded = 0.0  # the share of the model file that is
         try:
             self._load(n_gpu_layers)
         except BaseException:
@@ -121,6 +122,7 @@ class Session:
 
     def _loading(self, progress: float) -> bool:
         """Called while loading, on the decoding thread, with the share done; False ends it."""
+        self.loaded = progress
         return not self._interrupted
 
     def _model_params(self, n_gpu_layers: int) -> Any:
