@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from edgemoe.machine.gpus import Gpu
     from edgemoe.machine.profile import GpuRates, Profile, RamRates, Ssd
 
+# What `--quick` spends on measuring; starting, compiling and printing take the rest of its 20 seconds.
+_QUICK_SECONDS = 16
+
 
 def probe(
     dir: Annotated[
@@ -63,13 +66,14 @@ def probe(
     if plot:
         check_writable(plot)
     from datetime import datetime, timezone
+    from time import monotonic
 
     from edgemoe.machine.identity import this_host
 
-    present = nvidia_gpus()
+    present, start = nvidia_gpus(), monotonic()
     disk, ram = _disk(dir or Path(), _largest_file(model), quick, as_json), _ram(quick, as_json)
-    products = _products(quick, as_json)
     gpus, notes = _gpus(present, quick, as_json)
+    products = _products(_QUICK_SECONDS - (monotonic() - start) if quick else None, as_json)
     measured = MachineProfile(
         host=this_host(),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -114,15 +118,24 @@ def _ram(quick: bool, quiet: bool) -> RamRates:
     from edgemoe.progress import progress
 
     effort = ram_probe.QUICK if quick else ram_probe.FULL
-    with progress("reading RAM", ram_probe.n_rounds(effort), "rounds", quiet) as advance:
-        return ram_probe.probe_ram(effort, advance)
+    threads = ram_probe.quick_thread_counts() if quick else ram_probe.thread_counts()
+    with progress("reading RAM", ram_probe.n_rounds(effort, threads), "rounds", quiet) as advance:
+        return ram_probe.probe_ram(effort, threads, advance)
 
 
-def _products(quick: bool, quiet: bool) -> Products:
+def _products(seconds: float | None, quiet: bool) -> Products:
+    """ggml's products of every type, or what of a quick plan fits into so many seconds: a round of each at least."""
+    from dataclasses import replace
+
     from edgemoe.machine import ggml_probe
     from edgemoe.progress import progress
 
-    plan = ggml_probe.quick_plan() if quick else ggml_probe.ProductPlan()
+    plan = ggml_probe.ProductPlan()
+    if seconds is not None:
+        plan = ggml_probe.quick_plan()
+        # Each type is measured as experts and dense, and writing its weights takes as long again.
+        each = min(max(seconds / (4 * len(plan.types)), 0), plan.effort.seconds)
+        plan = replace(plan, effort=replace(plan.effort, seconds=each))
     with progress("multiplying by experts", ggml_probe.n_rounds(plan), "rounds", quiet) as advance:
         return ggml_probe.probe_products(plan, advance)
 

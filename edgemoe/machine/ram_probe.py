@@ -21,7 +21,7 @@ from edgemoe.machine.rounds import Effort, settle
 from edgemoe.progress import Advance, no_progress
 from edgemoe.units import format_bytes
 
-FULL, QUICK = Effort(5, 25, 20), Effort(3, 7, 2.5)
+FULL, QUICK = Effort(5, 25, 20), Effort(3, 7, 2)
 TIMES_CACHE = 4
 # Below this, one pass would be over before all threads have begun.
 LEAST_BYTES = 128 << 20
@@ -45,10 +45,12 @@ def _copy(source, target, passes):  # type: ignore[no-untyped-def]
         target[:] = source
 
 
-def probe_ram(effort: Effort = FULL, advance: Advance = no_progress) -> RamRates:
-    """Measure loads and copies with 1, 2, 4, … and all the cores that this process may use.
+def probe_ram(
+    effort: Effort = FULL, threads: tuple[int, ...] | None = None, advance: Advance = no_progress
+) -> RamRates:
+    """Measure loads and copies with so many threads: 1, 2, 4, … and all the cores of this process unless given.
 
-    `advance` is told rounds, `n_rounds(effort)` in all. Raises `UserError` where too little RAM is free for arrays that
+    `advance` is told rounds, `n_rounds(effort, threads)` in all. Raises `UserError` where too little RAM is free for arrays that
     the caches cannot hold.
     """
     cache, free = last_level_cache(), ram().available
@@ -58,7 +60,7 @@ def probe_ram(effort: Effort = FULL, advance: Advance = no_progress) -> RamRates
             f"measuring RAM behind {format_bytes(cache)} of cache takes two arrays of {format_bytes(size)}, and"
             f" {format_bytes(free)} are free: close other programs"
         )
-    counts = thread_counts()
+    counts = threads or thread_counts()
     with ThreadPoolExecutor(counts[-1], "edgemoe-ram") as pool:
         source, target = (np.empty(size // 8, np.uint64) for _ in range(2))
         for array in (source, target):  # each part touched by a thread of its own, to lie near the cores that read it
@@ -73,15 +75,21 @@ def probe_ram(effort: Effort = FULL, advance: Advance = no_progress) -> RamRates
     return RamRates(size, cache, load, copy)
 
 
-def n_rounds(effort: Effort) -> int:
-    """Rounds that `advance` is told, at most."""
-    return 2 * len(thread_counts()) * effort.most
+def n_rounds(effort: Effort, threads: tuple[int, ...] | None = None) -> int:
+    """Rounds that `advance` is told, in all."""
+    return 2 * len(threads or thread_counts()) * effort.most
 
 
 def thread_counts() -> tuple[int, ...]:
     """1, 2, 4, … and all the cores that this process may use."""
     cores = len(os.sched_getaffinity(0))
     return tuple(sorted({1 << power for power in range(cores.bit_length())} | {cores}))
+
+
+def quick_thread_counts() -> tuple[int, ...]:
+    """One thread, and all."""
+    counts = thread_counts()
+    return tuple(sorted({counts[0], counts[-1]}))
 
 
 def _warm_up(source: np.ndarray, target: np.ndarray) -> None:

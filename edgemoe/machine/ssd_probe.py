@@ -44,7 +44,7 @@ class SsdGrid:
 
 
 FULL = SsdGrid(tuple(4 * KIB * 4**step for step in range(7)), (1, 2, 4, 8, 16, 32), 0.08, 1024 * MIB, Effort(5, 25, 75))
-QUICK = SsdGrid((4 * KIB, 64 * KIB, MIB, 16 * MIB), (1, 8, 32), 0.03, 512 * MIB, Effort(3, 5, 5))
+QUICK = SsdGrid((4 * KIB, 64 * KIB, MIB, 16 * MIB), (1, 8, 32), 0.03, 512 * MIB, Effort(3, 5, 4))
 
 Cell = tuple[str, int, int]  # pattern, request bytes, depth
 

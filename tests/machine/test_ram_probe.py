@@ -6,14 +6,14 @@ import pytest
 from edgemoe.errors import UserError
 from edgemoe.machine import ram_probe
 from edgemoe.machine.memory import Ram
-from edgemoe.machine.ram_probe import n_rounds, probe_ram, thread_counts
+from edgemoe.machine.ram_probe import n_rounds, probe_ram, quick_thread_counts, thread_counts
 from edgemoe.machine.rounds import Effort
 
 
 def test_loads_and_copies_by_number_of_threads() -> None:
     told: list[int] = []
     effort = Effort(1, 2, 0)
-    found = probe_ram(effort, told.append)
+    found = probe_ram(effort, advance=told.append)
     assert (
         tuple(point.threads for point in found.load) == tuple(point.threads for point in found.copy) == thread_counts()
     )
@@ -39,3 +39,4 @@ def test_too_little_ram_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_double_up_to_all_cores(monkeypatch: pytest.MonkeyPatch, cores: int, counts: tuple[int, ...]) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     assert thread_counts() == counts
+    assert quick_thread_counts() == tuple(sorted({1, cores}))
