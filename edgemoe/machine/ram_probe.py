@@ -50,8 +50,8 @@ def probe_ram(
 ) -> RamRates:
     """Measure loads and copies with so many threads: 1, 2, 4, … and all the cores of this process unless given.
 
-    `advance` is told rounds, `n_rounds(effort, threads)` in all. Raises `UserError` where too little RAM is free for arrays that
-    the caches cannot hold.
+    `advance` is told rounds, `n_rounds(effort, threads)` in all. Raises `UserError` where too little RAM is free for
+    arrays that the caches cannot hold.
     """
     cache, free = last_level_cache(), ram().available
     size = max(TIMES_CACHE * cache, LEAST_BYTES)
