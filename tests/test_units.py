@@ -1,7 +1,7 @@
 import pytest
 
 from edgemoe.errors import UserError
-from edgemoe.units import Residency, format_bytes, parse_bytes
+from edgemoe.units import Residency, format_bytes, parse_bytes, parse_count
 
 
 @pytest.mark.parametrize(
@@ -11,7 +11,7 @@ def test_sizes_are_decimal_unless_binary_is_asked_for(text: str, count: int) -> 
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["18", "GB", "-1GB", "1XB", ""])
+@pytest.mark.parametrize("text", ["18", "GB", "-1GB", "1XB", "", "9" * 400 + "GB", "2000000TB"])
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="not a size"):
         parse_bytes(text)
@@ -34,10 +34,16 @@ def test_bytes_buy_whole_slots_in_every_layer() -> None:
     assert Residency.parse("6GB").slots(128, layer_expert_bytes=94 * 10_600_000) == 6
 
 
-@pytest.mark.parametrize("text", ["0%", "101%", "0", "half", "6"])
+@pytest.mark.parametrize("text", ["0%", "101%", "0", "half", "6", "9" * 5000, "9" * 5000 + "%", "1" * 400 + "GB"])
 def test_impossible_residencies_are_refused(text: str) -> None:
-    with pytest.raises(UserError):
+    with pytest.raises(UserError) as refusal:
         Residency.parse(text).slots(4)
+    assert len(str(refusal.value)) < 150
+
+
+def test_counts_fit_64_bits() -> None:
+    assert [parse_count(text) for text in ("0", " 12 ", "1" + "0" * 18)] == [0, 12, 10**18]
+    assert [parse_count(text) for text in ("-1", "1.5", "", "9" * 19, "9" * 5000)] == [None] * 5
 
 
 def test_bytes_need_an_expert_size() -> None:
