@@ -1,5 +1,7 @@
 """`edgemoe info`: what a model is and where its bytes are."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,6 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.panel import Panel
     from rich.table import Table
 
     from edgemoe.model import Model, ModelGeometry
@@ -16,9 +19,14 @@ _SLOTS = "Slots: keep C experts of every MoE layer, copy others in when they fir
 
 
 def info(
-    model: Annotated[Path, typer.Argument(help="A GGUF file, any shard of a split one, or a safetensors directory.")],
-    ctx: Annotated[int, typer.Option("--ctx", min=1, help="Context in tokens at which memory is counted.")] = 4096,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    model: Annotated[
+        Path,
+        typer.Argument(metavar="MODEL", help="A GGUF file, any shard of a split one, or a safetensors directory."),
+    ],
+    ctx: Annotated[
+        int, typer.Option("--ctx", metavar="N", min=1, help="Context in tokens at which memory is counted.")
+    ] = 4096,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Show what a model is: experts and routing, bytes by part, bytes per token, and the memory it needs.
 
@@ -27,40 +35,46 @@ def info(
     from edgemoe.model import read_model
 
     found = read_model(model)
-    if json:
+    if as_json:
         from json import dumps
 
         from edgemoe.model.report import model_report
 
         typer.echo(dumps(model_report(found, ctx), ensure_ascii=False))
     else:
-        from rich.console import Console
+        from edgemoe.cli.output import console
 
-        show(found, ctx, Console(highlight=False))
+        show(found, ctx, console())
 
 
-def show(model: "Model", ctx: int, console: "Console") -> None:
+def show(model: Model, ctx: int, out: Console) -> None:
     """Print the panel, the tables and the next command to try."""
-    from rich.panel import Panel
+    from rich.text import Text
+
+    from edgemoe.cli.output import say
 
     g = model.geometry
-    console.print(Panel(identity(model), title=f"[bold]{_escape(g.name)}[/]", title_align="left", padding=(0, 1)))
+    out.print(card(model))
     for table in (_parts(g), _per_token(g, ctx), _memory(g, ctx)):
-        console.print(table)
-        console.print()
+        out.print(table)
+        out.print()
     if g.is_moe:
-        console.print(f"[dim]{_SLOTS}[/]\n")
-    console.print(_next_step(model), soft_wrap=True)
+        say(out, Text(f"{_SLOTS}\n", style="dim"))
+    words, command = _next_step(model)
+    say(out, words)
+    out.print(f"  {command}", style="bold", markup=False, soft_wrap=True)
 
 
-def _escape(text: str) -> str:
-    from rich.markup import escape
+def card(model: Model) -> Panel:
+    """A few lines in a box: name, architecture, routing, size."""
+    from rich.panel import Panel
+    from rich.text import Text
 
-    return escape(text)
+    title = Text(model.geometry.name, style="bold")
+    return Panel(Text(_identity(model)), title=title, title_align="left", padding=(0, 1))
 
 
-def identity(model: "Model") -> str:
-    """A few lines, in rich's markup: architecture, routing, size."""
+def _identity(model: Model) -> str:
     from edgemoe.units import format_bytes
 
     g = model.geometry
@@ -70,9 +84,9 @@ def identity(model: "Model") -> str:
     )
     ends = f"context {g.n_ctx:,} · vocabulary {g.n_vocab:,}"
     lines = [
-        f"{_escape(g.architecture)} · {_billions(g.parameters)} parameters, {_billions(g.active_parameters)} per token"
+        f"{g.architecture} · {_billions(g.parameters)} parameters, {_billions(g.active_parameters)} per token"
         if g.is_moe
-        else f"{_escape(g.architecture)} · dense, {_billions(g.parameters)} parameters · {g.n_layers} layers",
+        else f"{g.architecture} · dense, {_billions(g.parameters)} parameters · {g.n_layers} layers",
         *(_routing(g) if g.is_moe else []),
         ends,
         f"{model.format}, {files}, {format_bytes(g.file_bytes)} · {types}",
@@ -80,8 +94,8 @@ def identity(model: "Model") -> str:
     return "\n".join(lines)
 
 
-def _routing(g: "ModelGeometry") -> list[str]:
-    from edgemoe.units import format_bytes
+def _routing(g: ModelGeometry) -> list[str]:
+    from edgemoe.units import format_bytes, format_ranges
 
     moe = (
         f"all {g.n_layers} layers MoE"
@@ -89,7 +103,7 @@ def _routing(g: "ModelGeometry") -> list[str]:
         else f"{g.n_moe_layers} of {g.n_layers} layers MoE"
     )
     if g.n_moe_layers != g.n_layers:
-        moe += f" ({_ranges(g.moe_layers)})"
+        moe += f" ({format_ranges(g.moe_layers, most=4)})"
     top_k = f"top-{g.top_k}" if len(set(g.layer_top_k)) == 1 else f"top-{min(g.layer_top_k)} to {g.top_k} by layer"
     rules = [f"{g.gating} gating"]
     rules += ["selection bias"] if g.selection_bias else []
@@ -109,7 +123,7 @@ def _routing(g: "ModelGeometry") -> list[str]:
     ]
 
 
-def _parts(g: "ModelGeometry") -> "Table":
+def _parts(g: ModelGeometry) -> Table:
     from edgemoe.units import format_bytes
 
     table = _table("Bytes in the file", "size", "share", "")
@@ -121,7 +135,7 @@ def _parts(g: "ModelGeometry") -> "Table":
     return table
 
 
-def _per_token(g: "ModelGeometry", ctx: int) -> "Table":
+def _per_token(g: ModelGeometry, ctx: int) -> Table:
     from edgemoe.units import format_bytes
 
     table = _table("Bytes per token of decoding", "size", "")
@@ -137,7 +151,7 @@ def _per_token(g: "ModelGeometry", ctx: int) -> "Table":
     return table
 
 
-def _kv_note(g: "ModelGeometry", ctx: int) -> str:
+def _kv_note(g: ModelGeometry, ctx: int) -> str:
     from edgemoe.units import format_bytes
 
     notes = [f"{ctx:,} tokens × {format_bytes(g.kv.per_token)}, F16"]
@@ -151,7 +165,7 @@ def _kv_note(g: "ModelGeometry", ctx: int) -> str:
     return "; ".join(notes)
 
 
-def _memory(g: "ModelGeometry", ctx: int) -> "Table":
+def _memory(g: ModelGeometry, ctx: int) -> Table:
     from edgemoe.model.memory import memory_needs
     from edgemoe.units import format_bytes
 
@@ -163,26 +177,24 @@ def _memory(g: "ModelGeometry", ctx: int) -> "Table":
     return table
 
 
-def _next_step(model: "Model") -> str:
+def _next_step(model: Model) -> tuple[str, str]:
+    """Words, and the command that they end with."""
     from shlex import quote
 
-    path = _escape(quote(str(model.path)))
     if not model.geometry.is_moe:
-        return "This model is dense: it has no experts to trace. See a real MoE at work with  [bold]edgemoe demo[/]"
+        return "This model is dense: it has no experts to trace. See a real MoE at work with", "edgemoe demo"
     if model.format != "GGUF":
-        return "Tracing needs GGUF: convert it, then  [bold]edgemoe trace model.gguf -f TEXT -o trace.npz[/]"
-    return f"Next: see which experts fire on your text with  [bold]edgemoe trace {path} -f TEXT -o trace.npz[/]"
+        return "Tracing needs GGUF: convert it, then", "edgemoe trace model.gguf -f TEXT -o trace.npz"
+    path = quote(str(model.path))
+    return "Next: see which experts fire on your text with", f"edgemoe trace {path} -f TEXT -o trace.npz"
 
 
-def _table(title: str, *columns: str) -> "Table":
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+def _table(title: str, *columns: str) -> Table:
+    from edgemoe.cli.output import table
 
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold")
-    table.add_column(title, min_width=29)
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left")
-    return table
+    made = table(title, *columns)
+    made.columns[0].min_width = 29  # the tables below each other line up
+    return made
 
 
 def _billions(count: int) -> str:
@@ -190,15 +202,3 @@ def _billions(count: int) -> str:
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
     return f"{count:,}"
-
-
-def _ranges(ids: "tuple[int, ...]") -> str:
-    """`3–60` or `1, 3, 5, …`: runs are shortened, and so is a list of many runs."""
-    runs: list[list[int]] = []
-    for number in ids:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    text = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
-    return ", ".join(text[:4]) + (", …" if len(text) > 4 else "")

@@ -75,7 +75,7 @@ def test_deepseek_and_dense_models(tmp_path: Path) -> None:
         tmp_path / "d.gguf", "deepseek2", leading_dense=1, shared_experts=2, expert_groups=4, merged_gate_up=True
     )
     shown = info(deepseek, COLUMNS="120").stdout
-    for expected in ("3 of 4 layers MoE (1–3)", "sigmoid gating", "selection bias", "2 of 4 groups", "2 shared"):
+    for expected in ("3 of 4 layers MoE (1-3)", "sigmoid gating", "selection bias", "2 of 4 groups", "2 shared"):
         assert expected in shown
     assert "gate and up merged" in shown and "latent attention" in shown
     dense = info(write_synthetic(tmp_path / "l.gguf", "llama")[0]).stdout
@@ -83,9 +83,19 @@ def test_deepseek_and_dense_models(tmp_path: Path) -> None:
 
 
 def test_names_from_the_file_are_not_markup(tmp_path: Path) -> None:
-    [path] = write_synthetic(tmp_path / "[red]x[/nope].gguf".replace("/", ""))
+    folder = tmp_path / "[b]" / "[" / "x]"
+    folder.mkdir(parents=True)
+    [path] = write_synthetic(folder / "[red]x[nope].gguf")
     result = info(path)
-    assert result.returncode == 0 and path.name in result.stdout
+    assert result.returncode == 0 and str(path) in result.stdout
+
+
+def test_on_a_narrow_terminal_words_and_the_command_to_copy_stay_whole(tmp_path: Path) -> None:
+    folder = tmp_path / ("long-" * 12)
+    folder.mkdir()
+    [path] = write_synthetic(folder / "m.gguf")
+    shown = info(path, COLUMNS="60").stdout
+    assert f"  edgemoe trace {path} -f TEXT -o trace.npz\n" in shown
 
 
 def test_mistakes_are_one_line_and_exit_code_2(tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""The commands, and how a command line runs: parse, call, and an exit code."""
+
+import typer
+
+from edgemoe import __version__
+from edgemoe.cli.demo import demo
+from edgemoe.cli.doctor import doctor
+from edgemoe.cli.info import info
+from edgemoe.cli.probe import probe
+from edgemoe.cli.simulate import simulate
+from edgemoe.cli.stats import stats
+from edgemoe.cli.trace import trace
+from edgemoe.cli.wall import wall
+from edgemoe.errors import UserError
+
+HELP_WIDTH = 112  # the widest that help is set
+
+app = typer.Typer(
+    name="edgemoe",
+    help="Which experts of a Mixture-of-Experts model fire, and how fast this machine can run it.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_WIDTH},
+    rich_markup_mode=None,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"edgemoe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Which experts of a Mixture-of-Experts model fire, and how fast this machine can run it."""
+
+
+# Verbs in the order in which a newcomer meets them.
+for verb in (demo, info, trace, stats, simulate, probe, wall, doctor):
+    app.command()(verb)
+
+
+def verbs() -> list[str]:
+    """The commands' names, in order."""
+    return [str(command.name or getattr(command.callback, "__name__", "")) for command in app.registered_commands]
+
+
+# The base of BadParameter is UsageError, of click or of the copy of it that newer Typers carry.
+_UsageError = typer.BadParameter.__base__ or typer.BadParameter
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command line (without the program's name; help if it is empty) and return its exit code.
+
+    Raises `UserError` for a line that is no command, and whatever the command raises: Typer's own entry point would
+    answer a mistake in four lines, Ctrl-C in none, and a reader that has gone with exit code 1.
+    """
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("edgemoe", list(arguments) or ["--help"]) as context:
+            command.invoke(context)
+    except typer.Exit as stop:
+        return stop.exit_code
+    except _UsageError as mistake:
+        raise UserError(_in_one_line(mistake)) from None
+    return 0
+
+
+def _in_one_line(mistake: Exception) -> str:
+    said: str = mistake.format_message()  # type: ignore[attr-defined]
+    where = getattr(mistake, "ctx", None)
+    verb = where.command_path if where else "edgemoe"
+    return f"{' '.join(said.split()).rstrip('.')} (see {verb} --help)"
