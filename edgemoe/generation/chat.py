@@ -43,7 +43,7 @@ class ChatTemplate:
         Raises `UserError` where the template refuses it (some know no system turn), with the template's own words.
         """
         try:
-            return str(self._format(messages=list(messages)).prompt)  # type: ignore[arg-type]
+            return str(self._format(messages=list(messages)).prompt)
         # A template is a program from a model file: whatever it raises is about this conversation, and one line.
         except Exception as error:
             raise UserError(f"the chat template refuses this conversation: {_first_line(error)}") from None

@@ -1,0 +1,86 @@
+"""The Python interface: load a model, generate.
+
+from edgemoe.generation import load
+with load("model.gguf") as writer:
+    print(writer.write("Once upon a time", n=50))
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from edgemoe.errors import UserError
+from edgemoe.generation.chat import ChatTemplate, Message
+from edgemoe.generation.engine import Engine
+from edgemoe.generation.generate import Context, Step, generate
+from edgemoe.generation.options import Options
+from edgemoe.generation.prompt import chat_prompt, plain_prompt
+from edgemoe.generation.sampling import Sampler
+from edgemoe.progress import Advance, no_progress
+
+
+class Writer:
+    """An engine with its memory: a prompt that begins like the last one computes only what is new.
+
+    A prompt is a text to continue, or messages (`[{"role": "user", "content": "…"}]`), to which the model's chat
+    template is applied. Keyword arguments are fields of `Options`. A context manager that closes the engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.context = Context(engine)
+        self.template: ChatTemplate | None = None
+        """What messages are written with; by default the model's own, from the first time that it is needed."""
+        self.prompt: list[int] = []
+        """The last prompt's tokens."""
+        self.seed = 0
+        """The seed of the last generation: drawn, where the options left it open."""
+
+    def stream(self, prompt: str | Sequence[Message], **options: Any) -> Iterator[Step]:
+        """Yield a `Step` per token as it comes; `step.text` is what may be printed. Raises `UserError` at once for a
+        bad option or prompt."""
+        return self.run(prompt, Options(**options))
+
+    def write(self, prompt: str | Sequence[Message], **options: Any) -> str:
+        """The whole text that follows the prompt."""
+        return "".join(step.text for step in self.stream(prompt, **options))
+
+    def run(self, prompt: str | Sequence[Message], options: Options) -> Iterator[Step]:
+        """`stream` with the options as one value."""
+        sampler = Sampler(options)
+        self.prompt, self.seed = self.tokens(prompt), sampler.seed
+        return generate(self.context, self.prompt, replace(options, seed=sampler.seed), sampler)
+
+    def tokens(self, prompt: str | Sequence[Message]) -> list[int]:
+        """The prompt as the model gets it."""
+        if isinstance(prompt, str):
+            return plain_prompt(self.engine, prompt)
+        self.template = self.template or ChatTemplate.of(self.engine)
+        return chat_prompt(self.engine, self.template, prompt)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def load(path: str | Path, *, advance: Advance = no_progress, **settings: Any) -> Writer:
+    """A writer on a GGUF model that is held in RAM as a whole; `settings` are those of `ResidentEngine`.
+
+    `advance` counts to `edgemoe.llamacpp.resident.LOAD_STEPS`. Raises `UserError` for a file that is missing, damaged
+    or no GGUF.
+    """
+    from edgemoe.llamacpp.resident import ResidentEngine
+    from edgemoe.model import read_model
+
+    if read_model(path).format != "GGUF":
+        raise UserError(f"{path}: text is generated from GGUF files, this is a safetensors directory: convert it first")
+    return Writer(ResidentEngine(path, advance=advance, **settings))
