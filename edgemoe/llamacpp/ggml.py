@@ -26,7 +26,10 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "ggml_new_tensor": (Pointer, (Pointer, Int, Int, ctypes.POINTER(ctypes.c_int64))),
     "ggml_mul_mat": (Pointer, (Pointer, Pointer, Pointer)),
     "ggml_mul_mat_id": (Pointer, (Pointer, Pointer, Pointer, Pointer)),
-    **dict.fromkeys(("ggml_add", "ggml_mul", "ggml_swiglu_split"), (Pointer, (Pointer, Pointer, Pointer))),
+    **dict.fromkeys(
+        ("ggml_add_inplace", "ggml_mul", "ggml_mul_inplace", "ggml_swiglu_split"),
+        (Pointer, (Pointer, Pointer, Pointer)),
+    ),
     "ggml_soft_max": (Pointer, (Pointer, Pointer)),
     "ggml_argsort": (Pointer, (Pointer, Pointer, Int)),
     "ggml_rms_norm": (Pointer, (Pointer, Pointer, ctypes.c_float)),
@@ -52,6 +55,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "ggml_backend_dev_supports_op": (ctypes.c_bool, (Pointer, Pointer)),
     "ggml_backend_reg_get_proc_address": (Pointer, (Pointer, ctypes.c_char_p)),
     "ggml_backend_buft_name": (ctypes.c_char_p, (Pointer,)),
+    "ggml_backend_cpu_buffer_from_ptr": (Pointer, (Pointer, Size)),
     "ggml_backend_buft_alloc_buffer": (Pointer, (Pointer, Size)),
     "ggml_backend_buffer_get_base": (Pointer, (Pointer,)),
     "ggml_backend_buffer_get_size": (Size, (Pointer,)),
@@ -74,8 +78,14 @@ def _registry() -> ctypes.CDLL:
 
 
 @functools.cache
+def _base() -> ctypes.CDLL:
+    """The one libggml-base, by a handle of its own: another module declares some of its functions differently."""
+    return ctypes.CDLL(ggml_base()._name)
+
+
+@functools.cache
 def ggml(name: str) -> "ctypes._NamedFuncPointer":
-    library = _registry() if name in _IN_REGISTRY else ggml_base()
+    library = _registry() if name in _IN_REGISTRY else _base()
     function = getattr(library, name)
     function.restype, function.argtypes = _FUNCTIONS[name]
     return function
