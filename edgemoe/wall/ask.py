@@ -9,6 +9,7 @@ from edgemoe.errors import UserError
 from edgemoe.model import Model, read_model
 from edgemoe.model.geometry import ModelGeometry
 from edgemoe.model.memory import DEFAULT_CONTEXT, memory_needs
+from edgemoe.policy import PRESETS
 from edgemoe.wall.batch import batch, parse_batches
 from edgemoe.wall.ceiling import ceiling
 from edgemoe.wall.hits import load_hits
@@ -58,6 +59,8 @@ def ask(question: Question) -> Answer:
     notes: list[str] = []
     if model and profile:
         wall, notes = _with_products(wall, model, profile)
+    if question.policy in PRESETS and PRESETS[question.policy].routing != "exact":
+        notes.append(f"{question.policy} steers routing: it executes other experts than the model's router at times")
     ways = tuple(paths(wall))
     path, texts = best(ways), wall.caching.texts
     plan = _plan(wall, files, question.plan) if question.plan else None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgemoe.errors import UserError
+from edgemoe.units import shown
 from edgemoe.wall.hits import caching
 from edgemoe.wall.paths import paths
 from edgemoe.wall.tiers import Path, Wall, best
@@ -118,6 +119,6 @@ def _is_rule(policy: str) -> bool:
 def parse_batches(text: str) -> list[int]:
     """Numbers of streams, separated by commas; a `UserError` for anything but whole numbers from 1."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 1 <= int(part) <= 4096 for part in parts):
-        raise UserError(f"--batch {text}: expected numbers of streams like 1,8,32")
+    if not all(part.isdecimal() and len(part) < 5 and 1 <= int(part) <= 4096 for part in parts):
+        raise UserError(f"--batch {shown(text)}: expected numbers of streams like 1,8,32")
     return list(dict.fromkeys(int(part) for part in parts))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgemoe.errors import UserError
 from edgemoe.model.geometry import ModelGeometry
-from edgemoe.units import format_bytes, parse_bytes
+from edgemoe.units import format_bytes, parse_bytes, shown
 
 if TYPE_CHECKING:
     from edgemoe.machine.profile import Profile
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 CPU_SHARE = (0.36, 0.61)
 NO_PROFILE = "none"
 NOT_GIVEN = "not given"
+MOST_MEMORY = 10**15
 FLAGS = {
     "ssd": "--ssd",
     "ram": "--ram-bandwidth",
@@ -85,31 +86,34 @@ def parse_rate(flag: str, text: str) -> float:
     """Bytes per second of `2.4GB/s`; a `UserError` names the flag for anything else, zero included."""
     match = re.fullmatch(r"\s*(.+?)\s*/\s*s\s*", text)
     if not match:
-        raise UserError(f"{flag} {text}: not a rate: write it like 2.4GB/s (bytes per second, not bits)")
+        raise UserError(f"{flag} {shown(text)}: not a rate: write it like 2.4GB/s (bytes per second, not bits)")
     if re.search(r"\d\s*([KMGTkmgt]i?)?b$", match[1]):
-        raise UserError(f"{flag} {text}: a small b means bits: give bytes per second, like 2.4GB/s")
+        raise UserError(f"{flag} {shown(text)}: a small b means bits: give bytes per second, like 2.4GB/s")
     try:
         rate = parse_bytes(match[1])
     except UserError:
-        raise UserError(f"{flag} {text}: not a rate: write it like 2.4GB/s") from None
+        raise UserError(f"{flag} {shown(text)}: not a rate: write it like 2.4GB/s") from None
     if rate <= 0:
-        raise UserError(f"{flag} {text}: a rate is more than nothing: write it like 2.4GB/s")
+        raise UserError(f"{flag} {shown(text)}: a rate is more than nothing: write it like 2.4GB/s")
     return float(rate)
 
 
 def parse_budget(flag: str, text: str) -> int:
-    """Bytes of `18GB`; a `UserError` names the flag."""
+    """Bytes of `18GB`; a `UserError` names the flag, for nothing at all and for more than any machine has too."""
     try:
-        return parse_bytes(text)
+        size = parse_bytes(text)
     except UserError:
-        raise UserError(f"{flag} {text}: not a size: write it like 18GB or 16GiB") from None
+        raise UserError(f"{flag} {shown(text)}: not a size: write it like 18GB or 16GiB") from None
+    if not 0 < size <= MOST_MEMORY:
+        raise UserError(f"{flag} {shown(text)}: expected more than nothing, and at most {format_bytes(MOST_MEMORY)}")
+    return size
 
 
 def parse_share(flag: str, text: str) -> float:
     """A share of `65.9%`, from 0% to 100%."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
     if not match or not 0 <= float(match[1]) <= 100:
-        raise UserError(f"{flag} {text}: not a share: write it like 65.9%")
+        raise UserError(f"{flag} {shown(text)}: not a share: write it like 65.9%")
     return float(match[1]) / 100
 
 
@@ -152,7 +156,7 @@ def _budget(tier: str, text: str, profile: "Profile | None") -> dict[str, Any]:
         there = profile.host.ram_bytes if tier == "ram" else sum(gpu.vram_bytes for gpu in profile.gpus[:1])
         if size > there:
             raise UserError(
-                f"{flag} {text}: the profiled machine has {format_bytes(there)}: "
+                f"{flag} {shown(text)}: the profiled machine has {format_bytes(there)}: "
                 f"ask about another machine with --profile {NO_PROFILE} and its rates"
             )
     return {f"{tier}_bytes": size, f"{tier}_source": f"given: {flag}"}

@@ -139,6 +139,8 @@ def test_mistakes_are_one_line_and_exit_code_2(edgemoe, demo_trace, tmp_path):
         (("wall", "gpt-6"), "no such file, and no preset: there are qwen3-235b-a22b"),
         (("wall", "qwen3-30b-a3b:Q9", *PAPER), "no quantisation"),
         ((*preset, "--ram", "-1GB"), "--ram -1GB: not a size"),
+        ((*preset, "--ram", "0GB"), "--ram 0GB: expected more than nothing"),
+        ((*preset, "--vram", "9999TB"), "at most 1000 TB"),
         ((*preset, "--ram", "18"), "--ram 18: not a size"),
         ((*preset, "--vram", "8GB/s"), "--vram 8GB/s: not a size"),
         ((*preset, "--pcie", "25Gb/s"), "means bits"),
@@ -185,3 +187,35 @@ def test_a_dense_model_has_two_ways_and_no_cache(edgemoe, tmp_path):
     report = json.loads(edgemoe("wall", path, *PAPER, "--ram", "1GB", "--batch", "1,8", "--json"))
     assert [way["name"] for way in report["ways"]] == ["all in VRAM", "all in RAM"] and report["best"] == "all in RAM"
     assert "a dense model" in edgemoe("wall", path, *PAPER, "--hit-rate", "50%", expected=2)
+
+
+def test_verify_sets_the_measurement_beside_the_prediction(edgemoe, tmp_path, monkeypatch):
+    """A profile of invented costs, so that the prediction is known; the measurement is real."""
+    from edgemoe.machine.identity import this_host
+    from edgemoe.machine.profile import (
+        ExpertRate,
+        NodeCost,
+        ProductCost,
+        Profile,
+        RamRates,
+        Rate,
+        ThreadsRate,
+        save_profile,
+    )
+
+    monkeypatch.setattr("edgemoe.machine.profile.gpu_uuids", lambda: ())
+    rate = Rate(10e9, 0.01, 5, True)
+    ram = RamRates(10**9, 10**7, (ThreadsRate(1, rate),), (ThreadsRate(1, rate),))
+    cost = ProductCost(0.0, 0.0, 1e-8, 0.0)  # 0.1 GB/s
+    products = tuple(ExpertRate(kind, False, 1, rate, cost) for kind in ("Q8_0", "F32", "F16"))
+    nodes = (NodeCost(1, 1e-9, 0.0, 0.0),)
+    profile = Profile(this_host(), "2026-01-01T00:00:00", ram, None, products, products, nodes)
+    save_profile(profile, tmp_path / "p.json")
+    report = json.loads(edgemoe("wall", DEMO, "--profile", tmp_path / "p.json", "--ram", "1GB", "--verify", "--json"))
+    v = report["verified"]
+    assert v["error"] == pytest.approx(v["predicted_tokens_per_s"] / v["measured_tokens_per_s"] - 1)
+    weights = report["bytes_per_token"]["total"] - report["bytes_per_token"]["kv"]
+    assert v["predicted_tokens_per_s"] == pytest.approx(0.1e9 / weights, rel=0.1) and v["measured_tokens_per_s"] > 20
+    slow = next(way for way in report["ways"] if way["name"] == "all in RAM")
+    assert slow["tokens_per_s"][0] == pytest.approx(0.1e9 / weights, rel=0.1), "what is not bytes is in the slow end"
+    assert any("not bytes" in reason for reason in slow["reasons"])

@@ -118,7 +118,7 @@ def test_budgets_beyond_the_profiled_machine_are_refused() -> None:
         machine_from(G, profile(), {}, ram="900TB")
     with pytest.raises(UserError, match="--vram 8GB: the profiled machine has 0 B"):
         machine_from(G, profile(), {}, vram="8GB")
-    assert machine_from(G, None, {"ssd": "1GB/s"}, ram="900TB").ram_bytes == 9 * 10**14
+    assert machine_from(G, None, {"ssd": "1GB/s"}, ram="900TB").ram_bytes == 9 * 10**14, "another machine"
 
 
 def test_nothing_known_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
