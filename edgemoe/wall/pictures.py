@@ -63,7 +63,7 @@ def ladder(wall: Wall, target: float) -> "Figure":
             axes.annotate(text, (high, at), fontsize=9.5, color=INK, bbox=behind, zorder=3, **place)
         axes.axvline(need, color=INK, linewidth=1.6, linestyle=(0, (4, 2)))
         axes.annotate(
-            f"need: {need:.3g} GB/s", (need, -0.62), (4, 0), textcoords="offset points", fontsize=9.5, color=INK
+            f"need: {_number(need)} GB/s", (need, -0.62), (4, 0), textcoords="offset points", fontsize=9.5, color=INK
         )
         axes.set_yticks(range(len(tiers)), [_TIER_WORDS[tier] for tier, _ in tiers])
         axes.set_xscale("log")
@@ -84,8 +84,8 @@ def _ladder_claim(slowest: tuple, need: float, target: float) -> str:
     tier, speed = slowest
     times = need / (speed.low / 1e9)
     if times <= 1:
-        return f"Every tier gives the {need:.3g} GB/s that {target:g} tok/s need"
-    return f"{target:g} tok/s need {need:.3g} GB/s; the {NAMES[tier]} is {times:.2g}× short"
+        return f"Every tier gives the {_number(need)} GB/s that {target:g} tok/s need"
+    return f"{target:g} tok/s need {_number(need)} GB/s; the {NAMES[tier]} is {_number(times)}× short"
 
 
 def by_batch(table: Sequence[Batch]) -> "Figure":
@@ -140,7 +140,7 @@ def by_budget(wall: Wall, path: Path) -> "Figure":
         axes.set_xlabel(f"{memory.upper()} that the model may use (GB)")
         axes.set_ylabel("tokens per second")
         at = float(np.interp(now, budgets / 1e9, low))
-        claim = f"{format_bytes(now * 1e9)} give at least {at:.2g} tok/s, room for every expert {low[-1]:.2g}"
+        claim = f"{format_bytes(now * 1e9)} give at least {_number(at)} tok/s, room for every expert {_number(low[-1])}"
         _title(axes, claim, f"{wall.geometry.name}, way: {path.name}, {path.how}")
         _legend(axes)
     return figure
@@ -165,6 +165,10 @@ def _band(axes: "Axes", at: np.ndarray, low: np.ndarray, high: np.ndarray) -> No
     axes.fill_between(at, low, high, color=COLOURS[0], alpha=0.16, linewidth=0)
     axes.plot(at, high, color=COLOURS[0], linewidth=1.2, label="all overlapped, best text")
     axes.plot(at, low, color=COLOURS[0], marker="o", markersize=4.5, label="nothing overlapped, worst text")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.2g}"
 
 
 def _figure(width: float, height: float) -> tuple["Figure", "Axes"]:

@@ -162,7 +162,7 @@ class Wall:
         flags = [leg for leg in legs if isinstance(leg, str)]
         reasons = [*why, *_reasons(known, overlap)]
         if extra:
-            reasons.append(f"at worst {1e3 * extra:.2g} ms that are not bytes (profile: the cost of every product)")
+            reasons.append(f"at worst {1e3 * extra:,.3g} ms that are not bytes (profile: the cost of every product)")
         missing = self._lacking(*needs, flags)
         return Path(name, how, known, self.streams, overlap, tuple(slots), *needs, hit, missing, tuple(reasons), extra)
 

@@ -26,7 +26,7 @@ def test_the_ladder_compares_the_slowest_tier_with_the_need(streamed: tuple[Wall
     wall, _ = streamed
     assert wall.token.total == 10_260
     axes = ladder(wall, 10.0).axes[0]
-    assert axes.get_title(loc="left").endswith("the SSD is 2.1e+02× short")
+    assert axes.get_title(loc="left").endswith("the SSD is 205× short")
     assert [label.get_text() for label in axes.get_yticklabels()] == ["SSD", "experts on the CPU", "RAM loads"]
     assert ladder(wall, 0.001).axes[0].get_title(loc="left").startswith("Every tier gives")
 
