@@ -15,21 +15,32 @@ import pandas as pd
 from edgemoe.errors import UserError
 from edgemoe.policy import PRESETS, Policy, preset
 from edgemoe.policy.eviction import RULES
-from edgemoe.policy.replay import DEMAND, PREFETCHED, REPLACED, UNUSED, replay_layer
+from edgemoe.policy.replay import DEMAND, EXECUTED, PREFETCHED, REPLACED, UNUSED, replay_layer
 from edgemoe.policy.state import Cache, new_block, view
 from edgemoe.progress import Advance, no_progress
+from edgemoe.tracing.stats import ALL, layer_row
 from edgemoe.tracing.tracefile import Trace
-
-ALL = "all"
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What Algorithm 1 takes from held-out text. There is no token prior in a replay."""
+    """What Algorithm 1 takes from held-out text. There is no token prior in a replay.
+
+    Raises `UserError` for a Δ̄ that is no range of scores: not a number, infinite or negative.
+    """
 
     delta: np.ndarray | None = None  # [L] float32 Δ̄; None: a running scale is used
     warm: np.ndarray | None = None  # [L, m] experts, most frequent first; None: experts 0 … C − 1
     source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.delta is None:
+            return
+        wrong = self.delta[~(np.isfinite(self.delta) & (self.delta >= 0))]
+        if wrong.size:
+            raise UserError(
+                f"{self.source or 'calibration'}: a mean range of scores of {wrong[0]}: trace the text again"
+            )
 
     @classmethod
     def stored(cls, trace: Trace) -> "Calibration":
@@ -58,9 +69,11 @@ class Calibration:
 
 
 def _mean_range(scores: np.ndarray) -> float:
-    """Mean over tokens of max − min over the experts that are not masked; scores [T, E]."""
+    """Mean over tokens of max − min over the experts that are not masked; scores [T, E]. NaN if any of them is."""
     low = np.where(np.isneginf(scores), np.inf, scores).min(axis=1)
-    return float((scores.max(axis=1) - low).mean(dtype=np.float64))
+    high = scores.max(axis=1)
+    known = ~np.isneginf(high)  # a token with every expert masked has no range
+    return float((high[known] - low[known]).mean(dtype=np.float64)) if known.any() else float("nan")
 
 
 def simulate(
@@ -109,8 +122,7 @@ def simulate(
                 counts[i] = replay(row)
                 advance(1)
             sizes = None if expert_bytes is None else np.asarray(expert_bytes)[rows]
-            loads_in_all = int((trace.experts[rows] >= 0).sum())
-            out.append(_row(trace, layer, name, policy, capacity, counts, loads_in_all, sizes))
+            out.append(_row(trace, layer, name, policy, capacity, counts, sizes))
     return pd.DataFrame(out)
 
 
@@ -165,13 +177,7 @@ def _known(names: Iterable[str]) -> list[str]:
 
 def _layer_rows(trace: Trace, layer: int | str) -> list[int]:
     """Rows of the trace's arrays for a layer id, or for all."""
-    if layer == ALL:
-        return list(range(trace.n_layers))
-    rows = np.flatnonzero(trace.layers == layer).tolist()
-    if not rows:
-        ids = trace.layers
-        raise UserError(f"{trace.name}: no MoE layer {layer}; it has {len(ids)}, from {ids[0]} to {ids[-1]}")
-    return rows
+    return list(range(trace.n_layers)) if isinstance(layer, str) else [layer_row(trace, layer)]
 
 
 def _check_policy(trace: Trace, name: str, policy: Policy, capacities: Sequence[int]) -> None:
@@ -200,8 +206,9 @@ def _cache(trace: Trace, policy: Policy, capacity: int, known: Calibration) -> C
 
 
 def _replay_rule(trace: Trace, name: str, capacity: int, row: int) -> np.ndarray:
-    """Counts [5] of one layer under an eviction rule: every miss is a demand copy."""
+    """Counts [5] of one layer under an eviction rule: every load is executed, every miss is a demand copy."""
     counts = np.zeros(5, dtype=np.int64)
+    counts[EXECUTED] = (trace.experts[row] >= 0).sum()
     counts[DEMAND] = RULES[name](np.ascontiguousarray(trace.experts[row]), trace.n_experts, capacity)
     return counts
 
@@ -229,10 +236,10 @@ def _row(
     policy: Policy | None,
     capacity: int,
     counts: np.ndarray,  # [layers, 5]
-    loads: int,
     sizes: np.ndarray | None,  # [layers]
 ) -> dict[str, object]:
     total, tokens = counts.sum(axis=0), trace.n_tokens
+    loads = total[EXECUTED]  # with gate elision fewer than were recorded
     row: dict[str, object] = {
         "trace": trace.name,
         "layer": layer,

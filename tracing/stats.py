@@ -60,6 +60,15 @@ def _check(trace: Trace) -> None:
         raise UserError(f"{trace.name}: its windows do not ascend from 0 to the {trace.n_tokens} tokens")
 
 
+def layer_row(trace: Trace, layer: int) -> int:
+    """Row of the model's layer `layer`; a `UserError` says which MoE layers there are."""
+    found = np.flatnonzero(trace.layers == layer)
+    if not len(found):
+        first, last = int(trace.layers.min()), int(trace.layers.max())
+        raise UserError(f"{trace.name}: no MoE layer {layer}; its {trace.n_layers} MoE layers are {first} to {last}")
+    return int(found[0])
+
+
 def expert_loads(trace: Trace) -> np.ndarray:  # [L, E] int64
     """How often each expert of each layer was executed. Raises `UserError` for a trace that contradicts itself."""
     _check(trace)

@@ -96,7 +96,7 @@ def summarise(
     """
     if isinstance(layer, int):
         for trace in traces:
-            layer_index(trace, layer)
+            stats.layer_row(trace, layer)
     frames: dict[str, list[pd.DataFrame]] = {}
     for trace in traces:
         computed: dict[str, Callable[[Trace], pd.DataFrame]] = {
@@ -119,18 +119,9 @@ def summarise(
     )
 
 
-def layer_index(trace: Trace, layer: int) -> int:
-    """Row of the model's layer `layer`; a `UserError` says which MoE layers there are."""
-    found = np.flatnonzero(trace.layers == layer)
-    if not len(found):
-        first, last = int(trace.layers.min()), int(trace.layers.max())
-        raise UserError(f"{trace.name}: no MoE layer {layer}; its {trace.n_layers} MoE layers are {first} to {last}")
-    return int(found[0])
-
-
 def one_layer(trace: Trace, layer: int) -> Trace:
     """The routing of one layer, without scores."""
-    at = layer_index(trace, layer)
+    at = stats.layer_row(trace, layer)
     experts, layers = trace.experts[at : at + 1], trace.layers[at : at + 1]
     return replaced(
         trace, experts=experts, layers=layers, scores=None, pregate=None, weights=None, delta=None, warm=None

@@ -108,6 +108,42 @@ def test_rules_carry_their_state_through_windows_and_algorithm_1_does_not():
     assert misses[1] < misses[0]  # the warm set comes from this very text
 
 
+def test_elided_experts_are_no_loads():
+    """The hit rate is over what ran, not over what was recorded."""
+    trace = make_trace(windows=np.array([0]), domains=("t",))
+    policy = Policy(elide=0.45)
+    cache = LogicalCache(policy, n_layers=3, n_experts=16, top_k=4, capacity=6, warm=trace.warm)
+    executed = missed = 0
+    for t in range(trace.n_tokens):
+        cache.begin_token()
+        for i in range(3):
+            experts, copies = cache.select(i, trace.scores[i, t])
+            executed += len(experts)
+            missed += len(copies)
+    assert executed < trace.experts.size / 2
+    assert simulate(trace, [6], {"elided": policy})["hit_rate"].item() == pytest.approx(1 - missed / executed)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -1.0])
+def test_a_calibration_that_is_no_range_of_scores_is_refused(wrong):
+    with pytest.raises(UserError, match="held: a mean range of scores of"):
+        Calibration(np.array([1.0, wrong], dtype=np.float32), source="held")
+
+
+def test_scores_without_a_range_are_no_calibration():
+    text = make_trace()
+    for wrong in (np.nan, np.inf):
+        scores = text.scores.copy()
+        scores[1, 7, 3] = wrong
+        spoilt = make_trace()
+        object.__setattr__(spoilt, "scores", scores)
+        with pytest.raises(UserError, match="small: a mean range of scores of"):
+            Calibration.measured(spoilt, text)
+    masked = text.scores.copy()
+    masked[1, 7, 3] = masked[2, 9] = -np.inf
+    assert np.isfinite(Calibration.measured(make_trace(scores=masked), text).delta).all()
+
+
 def test_a_running_scale_reaches_the_gate_under_exact_routing():
     """λ has nothing to steer there but the prefetches, which a gate without its bonus scale would not change."""
 
@@ -205,8 +241,8 @@ def test_a_gap_in_the_recorded_experts_is_refused_by_exact_routing():
 
 
 def test_calibration_of_another_model_is_refused():
-    with pytest.raises(UserError, match="8 experts"):
-        Calibration.measured(make_trace(n_experts=8), make_trace())
+    with pytest.raises(UserError, match="32 experts"):
+        Calibration.measured(make_trace(n_experts=32, scores=None, pregate=None), make_trace())
     with pytest.raises(UserError, match="layer 4"):
         Calibration.measured(make_trace(layers=np.array([1, 2, 3])), make_trace())
 
