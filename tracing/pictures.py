@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+ENDINGS = (".png", ".svg", ".pdf", ".jpg")
 # Okabe and Ito's palette, told apart with any colour vision; yellow is left out: too faint for a line on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 POLICY_COLOURS = {
@@ -72,6 +73,8 @@ def save(figure: "Figure", path: Path) -> Path:
     """Write the picture (its name's ending decides the format); a `UserError` if that is not possible."""
     import matplotlib
 
+    if path.suffix.lower() not in ENDINGS:
+        raise UserError(f"cannot write {path}: expected a picture's name, ending in {', '.join(ENDINGS)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with matplotlib.rc_context(STYLE):

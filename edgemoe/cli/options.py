@@ -43,7 +43,7 @@ def writable_file(option: str, path: Path | None, endings: tuple[str, ...] = ())
         if not existed:
             path.unlink()
     except OSError as error:
-        raise UserError(f"{option} {path}: cannot be written ({error.strerror}): name another") from None
+        raise UserError(f"{option} {path}: cannot be written ({_reason(error)}): name another") from None
 
 
 def writable_folder(option: str, path: Path | None) -> None:
@@ -55,4 +55,9 @@ def writable_folder(option: str, path: Path | None) -> None:
         with TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise UserError(f"{option} {path}: cannot be written into ({error.strerror}): name another folder") from None
+        raise UserError(f"{option} {path}: cannot be written into ({_reason(error)}): name another folder") from None
+
+
+def _reason(error: OSError) -> str:
+    blocked = isinstance(error, FileExistsError | NotADirectoryError)
+    return "a file is where the folder would be" if blocked else error.strerror or str(error)

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from edgemoe.tracing import Trace
     from edgemoe.tracing.simulate import Calibration
 
-PIPED_WIDTH = 120
-
 
 def simulate(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace file.")],
@@ -109,7 +107,9 @@ def simulate(
     Eviction rules replay the recorded loads through an empty cache that lives through the whole trace. Presets replay
     Algorithm 1 of prefetch-steered routing on the stored scores, reset at each window: what the tiers would decide.
     """
+    from edgemoe.cli.options import layer_option, writable_file
     from edgemoe.tracing import load_trace
+    from edgemoe.tracing.pictures import ENDINGS
     from edgemoe.tracing.simulate import check
 
     recorded = load_trace(trace)
@@ -131,8 +131,11 @@ def simulate(
     }
     policies = _policies(policy, {name: value for name, value in overrides.items() if value is not None})
     sizes, slot_bytes = _sizes(recorded, model, expert_bytes)
-    run = _Run(recorded, policies, _layer(layer), _calibration(recorded, calibration), sizes, as_json)
+    known = _calibration(recorded, calibration)
+    run = _Run(recorded, policies, layer_option(layer), known, sizes, as_json)
     asked = _residencies(capacity, recorded.n_experts, slot_bytes)
+    writable_file("--plot", plot, ENDINGS)
+    writable_file("--csv", csv)
     rows = run.rows(list(asked), "simulating")
     swept = rows
     if sweep or plot:
@@ -156,14 +159,15 @@ class _Run:
         self,
         trace: Trace,
         policies: dict[str, Policy | None],
-        layer: int | str,
+        layer: int | str | None,
         calibration: Calibration,
         sizes: list[int] | None,
         quiet: bool,
     ) -> None:
         from edgemoe.tracing.simulate import completed
 
-        self.trace, self.layer, self.calibration, self.sizes, self.quiet = trace, layer, calibration, sizes, quiet
+        self.trace, self.calibration, self.sizes, self.quiet = trace, calibration, sizes, quiet
+        self.layer = "all" if layer is None else layer
         self.policies = {name: policy and completed(policy, calibration) for name, policy in policies.items()}
 
     def rows(self, capacities: list[int], what: str) -> pd.DataFrame:
@@ -235,24 +239,12 @@ def _residencies(text: str, n_experts: int, slot_bytes: int | None) -> dict[int,
     return {residency.slots(n_experts, slot_bytes): residency.text for residency in asked}
 
 
-def _layer(text: str) -> int | str:
-    from edgemoe.errors import UserError
-
-    if text == "all":
-        return text
-    if not text.isdecimal():
-        raise UserError(f"--layer {text}: expected a layer number or all")
-    return int(text)
-
-
 def _budget(text: str | None) -> int | str | None:
-    from edgemoe.errors import UserError
+    from edgemoe.cli.options import count_option
 
     if text is None or text == "unbounded":
         return text
-    if not text.isdecimal():
-        raise UserError(f"--budget {text}: expected a number of prefetches or unbounded")
-    return int(text)
+    return count_option("--budget", text, "a number of prefetches or unbounded")
 
 
 def _calibration(recorded: Trace, path: Path | None) -> Calibration:
@@ -312,44 +304,39 @@ def _print_json(run: _Run, rows: pd.DataFrame) -> None:
 
 
 def _print(run: _Run, rows: pd.DataFrame, asked: dict[int, str], written: list[Path]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PIPED_WIDTH)
-    trace = run.trace
+    from edgemoe.cli.output import console, say, say_notes, table
+
+    out, trace = console(), run.trace
     over = f"layer {run.layer}" if isinstance(run.layer, int) else f"all {trace.n_layers} MoE layers"
-    console.print(
-        f"{trace.name}: {trace.n_tokens:,} tokens, {over}, top-{trace.top_k} of {trace.n_experts} experts", markup=False
-    )
+    say(out, f"{trace.name}: {trace.n_tokens:,} tokens, {over}, top-{trace.top_k} of {trace.n_experts} experts")
+    say(out, "Hit rate: share of the expert loads. All else: per token.\n")
     columns = {name: words for name, words in _COLUMNS.items() if name in rows and rows[name].notna().any()}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    table.add_column("capacity", justify="right")
-    table.add_column("policy")
-    for words, _ in columns.values():
-        table.add_column(words, justify="right")
+    shown = table("slots", "policy", *(words for words, _ in columns.values()), left=["policy"])
     previous = None
     for _, row in rows.iterrows():
         slots = _slots(row, asked) if row["capacity"] != previous else ""
         cells = [show(row[name]) if row[name] == row[name] else "" for name, (_, show) in columns.items()]
         if previous is not None and slots:
-            table.add_section()
-        table.add_row(slots, row["policy"], *cells)
+            shown.add_row()
+        shown.add_row(slots, Text(row["policy"]), *cells)
         previous = row["capacity"]
-    console.print(table)
-    for note in run.notes():
-        console.print(f"[bold]note[/bold] {note}", soft_wrap=True)
-    for path in written:
-        console.print(f"wrote {path}", soft_wrap=True, markup=False)
+    out.print(shown)
+    out.print()
+    say_notes(out, run.notes(), written)
 
 
 def _slots(row: pd.Series, asked: dict[int, str]) -> str:
-    """`13.4% = 17 slots`, or `17 slots (13.3%)` where slots were asked for."""
+    """`13.4% = 17`, or `17` where slots were asked for."""
     count = row["capacity"]
     text = asked.get(count, str(count))
-    return f"{count} slots ({row['share']:.1%})" if text == str(count) else f"{text} = {count} slots"
+    return str(count) if text == str(count) else f"{text} = {count}"
+
+
+def _figure(value: float) -> str:
+    """Four digits or so: what fits a column of six."""
+    return f"{value:,.{3 if value < 9.9995 else 2 if value < 99.995 else 1}f}"
 
 
 def _bytes(count: float) -> str:
@@ -360,9 +347,9 @@ def _bytes(count: float) -> str:
 
 _COLUMNS: dict[str, tuple[str, Any]] = {
     "hit_rate": ("hit rate", "{:.1%}".format),
-    "misses_per_token": ("misses/token", "{:,.3f}".format),
-    "prefetch_per_token": ("prefetches", "{:,.3f}".format),
-    "unused_per_token": ("unused", "{:,.3f}".format),
-    "replaced_per_token": ("replaced", "{:,.3f}".format),
-    "bytes_per_token": ("bytes/token", _bytes),
+    "misses_per_token": ("misses", _figure),
+    "prefetch_per_token": ("prefetch", _figure),
+    "unused_per_token": ("unused", _figure),
+    "replaced_per_token": ("replaced", _figure),
+    "bytes_per_token": ("bytes", _bytes),
 }

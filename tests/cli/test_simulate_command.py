@@ -1,7 +1,10 @@
 """`edgemoe simulate` as a person runs it."""
 
 import json
+import re
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -78,9 +81,22 @@ def test_rows_are_those_of_the_library(edgemoe, traces):
 
 def test_the_table_says_the_count_that_a_share_became(edgemoe, traces):
     out = edgemoe(traces / "m.npz", "--capacity", "30%,1kB", "--policy", "lru", "--expert-bytes", "50B")
-    assert "30% = 5 slots" in out
-    assert "1kB = 10 slots" in out  # two layers of 50 bytes an expert
-    assert "bytes/token" in out and "\x1b" not in out
+    assert "30% = 5" in out
+    assert "1kB = 10" in out  # two layers of 50 bytes an expert
+    assert "per token" in out and "bytes" in out and "\x1b" not in out
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_widest_table_fits_the_terminal_and_cuts_nothing_short(edgemoe, traces, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    policies = "lru,static-oracle,exact-prefetch,cache-prior,psr-gated"
+    out = edgemoe(traces / "m.npz", "--policy", policies, "--capacity", "62.5%", "--expert-bytes", "10.6MB")
+    table = out[: out.index("note ")].splitlines()
+    assert max(len(line.rstrip()) for line in table) <= width
+    assert "…" not in out
+    headings = ["slots", "policy", "hit rate", "misses", "prefetch", "unused", "replaced", "bytes"]
+    assert any(re.split(r" {2,}", line.strip()) == headings for line in table)
+    assert "62.5% = 10" in out and "exact-prefetch" in out
 
 
 def test_the_model_gives_the_bytes(edgemoe, traces, tmp_path):
@@ -174,7 +190,16 @@ def test_a_plot_leaves_the_rows_to_the_capacities_asked_for(edgemoe, traces, tmp
         (["m.npz", "--layer", "x"], "--layer x"),
         (["m.npz", "--layer", "0"], "no MoE layer 0"),
         (["m.npz", "--domain", "math"], "prose, code"),
-        (["m.npz", "--csv", "no/such/folder.csv"], "cannot write"),
+        (["m.npz", "--csv", "m.npz/rows.csv"], "--csv m.npz/rows.csv: cannot be written (a file is where"),
+        (["m.npz", "--csv", "."], "--csv .: a folder"),
+        (["m.npz", "--plot", "."], "--plot .: a folder"),
+        (["m.npz", "--plot", "picture"], "--plot picture: expected a name ending in .png"),
+        (["m.npz", "--plot", "x.nope"], "--plot x.nope: expected a name ending in .png"),
+        (["m.npz", "--plot", "m.npz/x.png"], "cannot be written"),
+        (["m.npz", "--layer", "9" * 5000], "expected a layer number"),
+        (["m.npz", "--policy", "psr", "--budget", "9" * 5000], "expected a number of prefetches"),
+        (["m.npz", "--capacity", "9" * 5000], "is not a residency"),
+        (["m.npz", "--expert-bytes", "9" * 400 + "GB"], "is not a size"),
         (["m.npz", "--policy", "psr", "--capacity", "8", "--calibration", "other.npz"], "32 experts"),
         (["missing.npz"], "no such trace file"),
         (["loads.npz", "--policy", "psr", "--capacity", "8"], "--scores"),
@@ -183,6 +208,29 @@ def test_a_plot_leaves_the_rows_to_the_capacities_asked_for(edgemoe, traces, tmp
 def test_mistakes_are_one_line(edgemoe, traces, monkeypatch, arguments, says):
     monkeypatch.chdir(traces)
     error = edgemoe(*arguments, expected=2)
-    last = error.strip().splitlines()[-1]
-    assert last.startswith("edgemoe: ") and says in last
-    assert "Traceback" not in error
+    [line] = error.splitlines()  # and nothing was replayed before it
+    assert line.startswith("edgemoe: ") and says in line
+    assert not Path("picture.png").exists() and not Path("x.nope").exists()
+
+
+def test_folders_of_what_is_written_are_made(edgemoe, traces, tmp_path):
+    table, picture = tmp_path / "new" / "rows.csv", tmp_path / "other" / "p.svg"
+    edgemoe(traces / "m.npz", "--policy", "lru", "--csv", table, "--plot", picture)
+    assert table.exists() and picture.read_text().startswith("<?xml")
+
+
+def test_a_refusal_leaves_no_empty_file(edgemoe, traces, tmp_path):
+    edgemoe(traces / "m.npz", "--policy", "exact-lru", "--capacity", "3", "--csv", tmp_path / "rows.csv", expected=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_are_never_markup(edgemoe, traces, tmp_path):
+    odd = "[b]m[ x]"
+    trace = replace(load_trace(traces / "m.npz"), domains=("[/x]", "[/x]", "code"))
+    save_trace(trace, tmp_path / f"{odd}.npz")
+    picture = tmp_path / "[/a][b]" / "p.png"
+    out = edgemoe(
+        *(tmp_path / f"{odd}.npz", "--policy", "cache-prior", "--capacity", "8", "--plot", picture),
+        *("--calibration", tmp_path / f"{odd}.npz", "--domain", "[/x]"),
+    )
+    assert f"{odd}:[/x]: 60 tokens" in out and f"mean range from {odd}" in out and f"wrote {picture}" in out
