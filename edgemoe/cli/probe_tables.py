@@ -54,13 +54,14 @@ def _show_disk(ssd: Ssd, console: Console) -> None:
     console.print(f"[dim]{_escape('; '.join(ssd.evidence))}[/]\n", soft_wrap=True)
     for pattern in ("random", "sequential"):
         console.print(_reads(ssd, pattern), "")
+    console.print("[dim]×8: eight requests in flight; bars: the best of a row[/]\n")
 
 
 def _reads(ssd: Ssd, pattern: str) -> Table:
     """Rows: request sizes; columns: depths; the curve of the best depth beside them."""
     points = [point for point in ssd.points if point.pattern == pattern]
     depths = sorted({point.depth for point in points})
-    table = _table(f"{pattern.capitalize()} reads, GB/s", *(f"{depth} in flight" for depth in depths), "rounds", "")
+    table = _table(f"{pattern.capitalize()} reads, GB/s", *(f"×{depth}" for depth in depths), "rounds", "")
     top = max(float(point.bytes_per_s) for point in ssd.points)
     for size in sorted({point.request_bytes for point in points}):
         row = {point.depth: point.bytes_per_s for point in points if point.request_bytes == size}
@@ -125,7 +126,8 @@ def _ladder(profile: Profile) -> Table:
         steps.append((f"{profile.ssd.kind}, random reads of 1 MiB", profile.ssd.random_expert(1 << 20)))
     steps.append(("RAM, loads", float(profile.ram.best_load)))
     if profile.cpu_experts:
-        best = max(profile.cpu_experts, key=lambda rate: float(rate.bytes_per_s))
+        most = max(rate.threads for rate in profile.cpu_experts)
+        best = max((r for r in profile.cpu_experts if r.threads == most), key=lambda rate: float(rate.bytes_per_s))
         steps.append((f"RAM, through ggml ({best.type})", float(best.bytes_per_s)))
     for gpu in profile.gpus:
         steps.append(("host → GPU, pinned", max(float(point.bytes_per_s) for point in gpu.h2d_pinned)))
