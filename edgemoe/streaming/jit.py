@@ -1,0 +1,37 @@
+"""How the tier's kernels are compiled: native, without the interpreter's lock, kept on disk while no source changes."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+
+from edgemoe.llamacpp import native
+from edgemoe.policy import algorithm1
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def kernel(function: F) -> F:
+    """Compile with numba, callable from a `numba.cfunc` and from threads that must not wait for the interpreter.
+
+    Machine code is kept where the package or the user's cache directory is writable, until any source that it is made
+    of changes: this package's, the policy's, or the base callback's.
+    """
+    try:
+        compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+        file = compiled._cache._cache_file
+        file._source_stamp = (file._source_stamp, _SOURCES)
+    except (RuntimeError, AttributeError):  # no writable directory, or a numba whose cache looks different
+        compiled = numba.njit(nogil=True, error_model="numpy")(function)
+    return compiled  # type: ignore[no-any-return]
+
+
+def _stamp() -> str:
+    folders = [Path(__file__).parent, Path(str(algorithm1.__file__)).parent]
+    files = [path for folder in folders for path in sorted(folder.glob("*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in [*files, Path(str(native.__file__))])).hexdigest()
+
+
+_SOURCES = _stamp()
