@@ -3,10 +3,12 @@
 import typer
 
 from edgemoe import __version__
+from edgemoe.cli.chat import chat
 from edgemoe.cli.demo import demo
 from edgemoe.cli.doctor import doctor
 from edgemoe.cli.info import info
 from edgemoe.cli.probe import probe
+from edgemoe.cli.run import run as generate
 from edgemoe.cli.simulate import simulate
 from edgemoe.cli.stats import stats
 from edgemoe.cli.trace import trace
@@ -39,7 +41,7 @@ def root(
 
 
 # Verbs in the order in which a newcomer meets them.
-for verb in (demo, info, trace, stats, simulate, probe, wall, doctor):
+for verb in (demo, info, trace, stats, simulate, probe, wall, generate, chat, doctor):
     app.command()(verb)
 
 

@@ -48,6 +48,11 @@ class EngineStats:
         since = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
         return EngineStats(**{**since, "ram_bytes": self.ram_bytes})
 
+    def __add__(self, later: "EngineStats") -> "EngineStats":
+        """Two stretches as one; the memory is the later one's."""
+        both = {f.name: getattr(self, f.name) + getattr(later, f.name) for f in fields(self)}
+        return EngineStats(**{**both, "ram_bytes": later.ram_bytes})
+
     @property
     def hit_rate(self) -> float | None:
         """1 − misses / loads, None before the first load."""

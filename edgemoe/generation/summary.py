@@ -1,7 +1,7 @@
 """How a generation went, in figures: what was decoded, where the time went, what was read."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgemoe.generation.engine import Engine, EngineStats
@@ -28,12 +28,16 @@ class Summary:
     decode: EngineStats
     context_tokens: int
     n_ctx: int
-    disk_bytes_per_s: float | None = None  # as probed, for reads of an expert's size
+    decoded_tokens: int
+    """Tokens that a decode of their own was for: all but the first, whose logits the prompt gave."""
+    disk_bytes_per_s: float | None = None
+    """As probed, for reads of an expert's size."""
 
-    @property
-    def decoded_tokens(self) -> int:
-        """Tokens that a decode of their own was for: all but the first, whose logits the prompt gave."""
-        return max(self.generated_tokens - 1, 0)
+    def then(self, later: "Summary") -> "Summary":
+        """Two turns of a conversation as one; what cannot be added is the later one's."""
+        added = ("prompt_tokens", "reused_tokens", "generated_tokens", "decoded_tokens", "decode_s", "prompt", "decode")
+        both = {name: getattr(self, name) + getattr(later, name) for name in added}
+        return replace(later, first_token_s=None, **both)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -141,5 +145,6 @@ class Meter:
             decode=now - first,
             context_tokens=self.engine.position,
             n_ctx=self.engine.n_ctx,
+            decoded_tokens=max(self.generated - 1, 0),
             disk_bytes_per_s=disk_bytes_per_s,
         )

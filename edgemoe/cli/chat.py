@@ -1,0 +1,169 @@
+"""`edgemoe chat`: a conversation, whose memory is kept from turn to turn."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edgemoe.cli import sampling_options as given
+from edgemoe.cli.stopping import interrupt_on_sigterm
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from edgemoe.cli.generating import Metrics
+    from edgemoe.generation import Options, Writer
+    from edgemoe.generation.chat import Message
+    from edgemoe.generation.summary import Summary
+
+INTERRUPTED = 130
+_HELP = "/reset starts a new conversation, /exit (or Ctrl-D) ends; a line that ends in \\ goes on in the next"
+
+
+def chat(
+    model: given.ModelPath,
+    system: given.System = None,
+    chat_template: given.Template = None,
+    n: given.Count = None,
+    ctx: given.Ctx = None,
+    temperature: given.Temperature = 0.8,
+    greedy: given.Greedy = False,
+    top_k: given.TopK = 40,
+    top_p: given.TopP = 0.95,
+    min_p: given.MinP = 0.05,
+    seed: given.Seed = None,
+    stop: given.Stop = None,
+    threads: given.Threads = None,
+    n_gpu_layers: given.GpuLayers = 0,
+    kv_type: given.KvType = "f16",
+    metrics: Annotated[
+        Path | None, typer.Option("--metrics", metavar="FILE.jsonl", help="Write a line of figures per token.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object (every turn, with figures) at the end.")
+    ] = False,
+) -> None:
+    """Converse with a model that has a chat template. A turn reads only what is new: the context is kept.
+
+    Each line of standard input is a turn, so a conversation can be piped in. Ctrl-C ends a reply, and at the prompt
+    the conversation; then the exit code is 130.
+    """
+    from edgemoe.cli.generating import Metrics, loaded, print_summary
+    from edgemoe.cli.options import writable_file
+    from edgemoe.generation.chat import ChatTemplate
+
+    options = given.sampling(n, temperature, greedy, top_k, top_p, min_p, seed, stop)
+    template = given.read_text("--chat-template", chat_template) if chat_template else None
+    writable_file("--metrics", metrics)
+    interrupt_on_sigterm()
+    settings = {"n_ctx": ctx, "n_threads": threads, "n_gpu_layers": n_gpu_layers, "kv_type": kv_type}
+    with loaded(model, as_json, **settings) as writer, Metrics(metrics) as lines:
+        writer.template = ChatTemplate.of(writer.engine, template)
+        conversation = _Conversation(writer, options, system, lines, quiet=as_json)
+        interrupted = conversation.hold()
+    if as_json:
+        import json
+
+        typer.echo(json.dumps({"turns": conversation.record}, allow_nan=False))
+    elif conversation.total:
+        print_summary(conversation.total, f"{len(conversation.record)} turns")
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+class _Conversation:
+    """Turns, until there are no more; what was said and how it went."""
+
+    def __init__(self, writer: Writer, options: Options, system: str | None, metrics: Metrics, quiet: bool) -> None:
+        self.writer, self.options, self.metrics, self.quiet = writer, options, metrics, quiet
+        self.opening: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.messages: list[Message] = list(self.opening)
+        self.record: list[dict[str, Any]] = []
+        self.total: Summary | None = None
+
+    def hold(self) -> bool:
+        """Whether Ctrl-C ended it."""
+        person = sys.stdin.isatty()
+        if person and not self.quiet:
+            print(f"{self.writer.engine.description}. {_HELP}", file=sys.stderr)  # noqa: T201
+        try:
+            for line in _turns(person):
+                if line == "/exit":
+                    break
+                if line == "/reset":
+                    self.messages = list(self.opening)
+                elif line in ("/help", "/?"):
+                    print(_HELP, file=sys.stderr)  # noqa: T201
+                else:
+                    self._say(line, person)
+        except KeyboardInterrupt:
+            return True
+        # A person who stops a reply goes on talking; a script that is stopped has been stopped.
+        return not person and bool(self.record) and self.record[-1]["finish"] == "interrupted"
+
+    def _say(self, line: str, person: bool) -> None:
+        from edgemoe.errors import UserError
+
+        try:
+            reply, summary = self._reply(line)
+        except UserError as error:
+            if not person:
+                raise
+            print(f"edgemoe: {error}; or /reset", file=sys.stderr)  # noqa: T201
+            return
+        if not self.quiet:
+            typer.echo()
+            _print_turn(summary)
+        self.messages += [{"role": "user", "content": line}, {"role": "assistant", "content": reply}]
+        self.record.append({"user": line, "assistant": reply, **summary.as_json()})
+        self.total = self.total.then(summary) if self.total else summary
+        if summary.finish == "interrupted" and not person:
+            raise KeyboardInterrupt
+
+    def _reply(self, line: str) -> tuple[str, Summary]:
+        from edgemoe.cli.generating import perform
+
+        asked: list[Message] = [*self.messages, {"role": "user", "content": line}]
+        return perform(self.writer, asked, self.options, self.metrics, self.quiet, turn=len(self.record))
+
+
+def _turns(person: bool) -> Iterator[str]:
+    """What a person types, or the lines of standard input; empty ones are no turns."""
+    if person:
+        import readline  # noqa: F401  (gives `input` a line editor and a history)
+    while True:
+        try:
+            line = _line("> " if person else "")
+            while line.endswith("\\"):
+                line = line[:-1] + "\n" + _line("… " if person else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line
+
+
+def _line(ask: str) -> str:
+    if ask:
+        return input(ask)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")
+
+
+def _print_turn(summary: Summary) -> None:
+    from rich.console import Console
+
+    parts = [f"{summary.generated_tokens:,} tokens"]
+    if summary.tokens_per_s:
+        parts.append(f"{summary.tokens_per_s:.1f} tok/s")
+    if summary.decode.hit_rate is not None:
+        parts.append(f"hit rate {summary.decode.hit_rate:.0%}")
+    parts.append(f"context {summary.context_tokens:,} of {summary.n_ctx:,}")
+    if summary.finish in ("context", "interrupted"):
+        parts.append({"context": "the context is full: /reset", "interrupted": "interrupted"}[summary.finish])
+    Console(stderr=True, highlight=False).print(" · ".join(parts), style="dim")

@@ -1,0 +1,198 @@
+"""What `run` and `chat` share: loading with progress, the words on the screen, and one generation from start to end."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgemoe.cli.status_line import StatusLine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Any, TextIO
+
+    from edgemoe.generation import Options, Step, Writer
+    from edgemoe.generation.chat import Message
+    from edgemoe.generation.summary import Meter, Summary
+
+_REDRAW_S = 0.2
+_ENDINGS = {
+    "end": "the model ended the text",
+    "stop": "a stop string",
+    "length": "as many tokens as asked for (-n)",
+    "context": "the context is full: -c gives a larger one",
+    "interrupted": "interrupted",
+}
+
+
+@contextmanager
+def loaded(model: Path, quiet: bool, **settings: Any) -> Iterator[Writer]:
+    """A writer on the model, loaded under a progress bar, closed at the end."""
+    from edgemoe.generation import load
+    from edgemoe.llamacpp.resident import LOAD_STEPS
+    from edgemoe.model import read_model
+    from edgemoe.progress import progress
+
+    megabytes = max(1, round(read_model(model).geometry.file_bytes / 1e6))
+    with progress(f"loading {model.name}", megabytes, "MB", quiet=quiet) as advance:
+        steps = done = 0
+
+        def count(more: int) -> None:
+            nonlocal steps, done
+            steps += more
+            now = steps * megabytes // LOAD_STEPS
+            advance(now - done)
+            done = now
+
+        writer = load(model, advance=count, **settings)
+    with writer:
+        yield writer
+
+
+class Metrics:
+    """A line of JSON per generated token, in a file."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file: TextIO | None = path.open("w", encoding="utf-8") if path else None
+
+    def add(self, step: Step, meter: Meter, **more: Any) -> None:
+        if self._file is None:
+            return
+        token = {"index": step.index, "token": step.token, "text": step.text, "latency_s": step.seconds}
+        record = {**more, **token, **vars(meter.since_last()), "finish": step.finish}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file:
+            self._file.close()
+
+
+def perform(
+    writer: Writer, prompt: str | Sequence[Message], options: Options, metrics: Metrics, quiet: bool, **more: Any
+) -> tuple[str, Summary]:
+    """Generate, showing the text (unless `quiet`) and the status line; the text and how it went.
+
+    Ctrl-C ends it like any other end: the summary says `interrupted`. Raises `UserError` for what the prompt or the
+    options make impossible.
+    """
+    from edgemoe.generation.summary import Meter
+
+    meter, text = Meter(writer.engine), []
+    meter.begin()
+    drawn = 0.0
+    try:
+        steps = writer.run(prompt, options)
+        with StatusLine(quiet) as line:
+            first = _first_step(steps, writer, line)
+            for step in _chained(first, steps):
+                meter.step(step)
+                metrics.add(step, meter, **more)
+                text.append(step.text)
+                if not quiet:
+                    line.write(step.text)
+                if line.active and time.monotonic() - drawn > _REDRAW_S:
+                    drawn = time.monotonic()
+                    line.show(_status(meter))
+    except KeyboardInterrupt:
+        meter.finish = "interrupted"
+    summary = meter.summary(seed=writer.seed, prompt_tokens=len(writer.prompt), reused_tokens=writer.context.reused)
+    return "".join(text), summary
+
+
+def _chained(first: Step, rest: Iterator[Step]) -> Iterator[Step]:
+    yield first
+    yield from rest
+
+
+def _first_step(steps: Iterator[Step], writer: Writer, line: StatusLine) -> Step:
+    """The first token; until it is there, the line says how much of the prompt has been read."""
+    done = threading.Event()
+    total = len(writer.prompt)
+
+    def tell() -> None:
+        while not done.wait(_REDRAW_S):
+            line.show(f"reading the prompt: {min(writer.engine.position, total):,} of {total:,} tokens")
+
+    teller = threading.Thread(target=tell, daemon=True)
+    if line.active:
+        teller.start()
+    try:
+        return next(steps)
+    finally:
+        done.set()
+        if line.active:
+            teller.join()
+
+
+def _status(meter: Meter) -> str:
+    """`12.3 tok/s · 45 tokens · hit rate 83% · disk 1.2 GB/s · RAM 4.1 GB · context 512 of 4,096`"""
+    from edgemoe.units import format_bytes
+
+    rate, since = meter.recent()
+    parts = [f"{rate:.1f} tok/s"] if rate else []
+    parts.append(f"{meter.generated:,} tokens")
+    if since.hit_rate is not None:
+        parts.append(f"hit rate {since.hit_rate:.0%}")
+    if since.read_bytes and rate:
+        parts.append(f"disk {format_bytes(since.read_bytes * rate / since.tokens)}/s")
+    if since.ram_bytes:
+        parts.append(f"RAM {format_bytes(since.ram_bytes)}")
+    engine = meter.engine
+    return " · ".join([*parts, f"context {engine.position:,} of {engine.n_ctx:,}"])
+
+
+def print_summary(summary: Summary, title: str) -> None:
+    """The figures of a generation, on standard error: standard output has the text and nothing else."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(stderr=True, highlight=False)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, words in _rows(summary, title):
+        table.add_row(name, words)
+    console.print()
+    console.print(table)
+
+
+def _rows(s: Summary, title: str) -> Iterator[tuple[str, str]]:
+    from edgemoe.units import format_bytes
+
+    rate = f", {s.tokens_per_s:.1f} tok/s" if s.tokens_per_s else ""
+    yield title, f"{s.generated_tokens:,} tokens{rate}; ended: {_ENDINGS[s.finish]}; seed {s.seed}"
+    reused = f" ({s.reused_tokens:,} of them kept from before)" if s.reused_tokens else ""
+    speed = f", {s.prompt_tokens_per_s:,.0f} tok/s" if s.prompt_tokens_per_s else ""
+    first = f"; first token after {_seconds(s.first_token_s)}" if s.first_token_s is not None else ""
+    yield "prompt", f"{s.prompt_tokens:,} tokens{reused}{speed}{first}"
+    if parts := s.seconds_per_token:
+        split = ", ".join(f"{name.replace('_', ' ')} {_seconds(t)}" for name, t in parts.items() if t)
+        yield "time per token", f"{_seconds(sum(parts.values()))}: {split}"
+    d, n = s.decode, s.decoded_tokens
+    if d.hit_rate is not None and n:
+        yield "experts", f"hit rate {d.hit_rate:.1%}: {d.loads / n:,.1f} loads per token, {d.hits / n:,.1f} from RAM"
+        reads = f"{d.demand_reads / n:,.1f} demand reads per token"
+        if d.prefetch_reads:
+            how = f"{d.prefetch_in_time:,} in time, {d.prefetch_late:,} late, {d.prefetch_unused:,} unused"
+            reads += f", {d.prefetch_reads / n:,.1f} prefetched ({how})"
+        yield "reads", f"{reads}; {format_bytes(s.bytes_per_token or 0)} per token"
+    if s.read_bytes_per_s:
+        share = f": {s.share_of_disk:.0%} of what `edgemoe probe` measured" if s.share_of_disk else ""
+        yield "disk", f"{format_bytes(s.read_bytes_per_s)}/s{share}"
+    yield "memory", f"{format_bytes(d.ram_bytes)} of RAM held; context {s.context_tokens:,} of {s.n_ctx:,} tokens"
+
+
+def _seconds(seconds: float) -> str:
+    """`0.41 s`, `42.7 ms`, `310 µs`: three digits."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 0.9995:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
