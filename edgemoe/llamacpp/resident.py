@@ -15,8 +15,9 @@ from edgemoe.llamacpp.session import Session
 from edgemoe.llamacpp.vocabulary import Vocabulary
 from edgemoe.progress import Advance, no_progress
 
-KvType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
-KV_TYPES: dict[str, int] = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}  # enum ggml_type
+KvType = Literal["f16", "bf16", "q8_0", "q4_0"]
+# enum ggml_type. Not f32: with flash attention llama.cpp rounds it to f16 before use.
+KV_TYPES: dict[str, int] = {"f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
 LOAD_STEPS = 1000  # what `advance` counts in all while a model loads
 DEFAULT_CTX = 4096
 
