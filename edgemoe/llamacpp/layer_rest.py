@@ -4,6 +4,7 @@ Each node costs the meeting of the threads, and a little per value. `Rest` count
 graphs have them (checked against a survey of its nodes); `add_rest` builds nodes of the same kinds, to be timed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 
@@ -43,24 +44,53 @@ def moe_rest(d_model: int, d_expert: int, n_experts: int, top_k: int) -> Rest:
     return Rest(9 + top_k, (2 * top_k + 2) * d_model + top_k * d_expert + 2 * n_experts)
 
 
-def add_rest(graph: CpuGraph, d_model: int, d_expert: int, n_heads: int, n_experts: int, top_k: int) -> Rest:
-    """Add the nodes of one layer to `graph`, each fed by inputs of its own; returns what they are."""
-    d_head, position = d_model // n_heads, graph.input("I32", 1)
-    hidden, scale = graph.input("F32", d_model), graph.input("F32", d_model)
-    heads = graph.input("F32", d_head, n_heads, 1)
-    for _ in range(2):
+@dataclass(frozen=True)
+class LayerShape:
+    """A MoE layer as far as its nodes without weights go."""
+
+    d_model: int
+    d_expert: int
+    n_heads: int
+    n_experts: int
+    top_k: int
+
+
+# Where a layer's products lie between those nodes: before attention, after it, the router, gate and up, down.
+GAPS = 5
+
+
+def add_rest(graph: CpuGraph, layers: int, shape: LayerShape, gap: Callable[[], object]) -> Rest:
+    """Add the nodes of `layers` MoE layers to `graph`, calling `gap` wherever products come; returns what they are.
+
+    They share their inputs, and add in place, since in a real graph the node before has just written them.
+    """
+    d_head = shape.d_model // shape.n_heads
+    hidden, scale = (graph.input("F32", shape.d_model) for _ in range(2))
+    heads, of_head, position = (
+        graph.input("F32", d_head, shape.n_heads, 1),
+        graph.input("F32", d_head),
+        graph.input("I32", 1),
+    )
+    logits, gate = graph.input("F32", shape.n_experts, 1), graph.input("F32", shape.d_expert, shape.top_k)
+    experts, weights = graph.input("F32", shape.d_model, shape.top_k), graph.input("F32", 1, shape.top_k)
+    for _ in range(layers):
         graph.apply("mul", graph.apply("rms_norm", hidden, _EPSILON), scale)
-    graph.apply("mul", graph.apply("rms_norm", heads, _EPSILON), graph.input("F32", d_head))
-    graph.apply("rope", heads, position, d_head, _PLAIN_ROTATION)
-    logits = graph.input("F32", n_experts, 1)
-    graph.apply("argsort", graph.apply("soft_max", logits), _DESCENDING)
-    gate = graph.input("F32", d_expert, top_k)
-    graph.apply("swiglu_split", gate, graph.input("F32", d_expert, top_k))
-    graph.apply("mul", graph.input("F32", d_model, top_k), graph.input("F32", 1, top_k))
-    for _ in range(top_k + 1):
-        hidden = graph.apply("add", hidden, scale)
-    values = (2 + 2 + top_k + top_k + 1) * d_model + 2 * n_experts + top_k * d_expert
-    return Rest(3 + 1 + 2 + 1 + 1 + top_k + 1, values)
+        gap()
+        graph.apply("mul", graph.apply("rms_norm", heads, _EPSILON), of_head)
+        graph.apply("rope", heads, position, d_head, _PLAIN_ROTATION)
+        gap()
+        graph.apply("add_inplace", hidden, scale)
+        graph.apply("mul", graph.apply("rms_norm", hidden, _EPSILON), scale)
+        gap()
+        graph.apply("argsort", graph.apply("soft_max", logits), _DESCENDING)
+        gap()
+        graph.apply("swiglu_split", gate, gate)
+        gap()
+        graph.apply("mul_inplace", experts, weights)
+        for _ in range(shape.top_k):
+            graph.apply("add_inplace", hidden, scale)
+    values = (5 + 2 * shape.top_k) * shape.d_model + 2 * shape.n_experts + shape.top_k * shape.d_expert
+    return Rest(9 + shape.top_k, values) * layers
 
 
 def add_attention(graph: CpuGraph, cells: int, n_heads: int, n_kv_heads: int, d_head: int) -> int:

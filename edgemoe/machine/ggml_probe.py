@@ -2,20 +2,21 @@
 
 Decoding reaches part of what plain loads reach (seen: 33 GB/s raw, 20 to 37 with Q8_0 and repacked Q4_0, 12 to 17
 with Q4_0 as it is in the file), because the kernel, and not only the memory, takes its time. Experts are chosen at
-random among more of them than the caches hold. A round is the fastest of a few runs of milliseconds: a thread that
-lost its core to somebody else meanwhile says nothing about this machine's memory.
+random among more of them than the caches hold. A round lasts about as long as a token does, so that it holds as much
+of whatever disturbs this machine; the fastest of shorter ones would promise what no token gets (7% were seen).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 
 import numpy as np
 
 from edgemoe.errors import UserError
 from edgemoe.llamacpp.graph_run import CpuGraph, Weights
-from edgemoe.llamacpp.layer_rest import Rest, add_attention, add_rest
+from edgemoe.llamacpp.layer_rest import GAPS, LayerShape, add_attention, add_rest
 from edgemoe.llamacpp.session import default_threads
 from edgemoe.llamacpp.weights import PLAIN, buffer_types, row_bytes, type_ids
 from edgemoe.machine.caches import last_level_cache
@@ -30,11 +31,14 @@ from edgemoe.units import format_bytes
 EXPERT_SHAPES = ((256, 256), (512, 2048), (1024, 512), (2048, 1024))
 DENSE_SHAPES = ((512, 512), (512, 4096), (2048, 1024), (4096, 4096))
 N_EXPERTS, TOP_K = 32, 8
-RUNS = 3
-# Layers without their products: width, expert width, heads, experts, top-k. Attention: cells, heads, KV heads, width.
-NARROW, WIDE = (256, 128, 2, 16, 2), (4096, 1536, 32, 128, 8)
-ATTENTION = (1024, 32, 4, 128)
-_LAYERS = 12
+ROUND_S = 0.012
+_MAX_RUNS = 8
+TYPICAL = LayerShape(2048, 768, 16, 64, 8)
+_SHAPES = {"narrow": LayerShape(512, 128, 4, 32, 8), "wide": LayerShape(4096, 1536, 32, 128, 8)}
+_LEAST_NODE_S = 1e-7
+ATTENTION = (1024, 32, 4, 128)  # cells, heads, KV heads, width of a head
+_LAYERS = 6
+_BETWEEN, _BETWEEN_SHAPE = "Q8_0", (2048, 2048)
 _SHARE_OF_FREE = 0.6
 _MAX_NODES = 1024  # of one shape: tiny products need not cover all weights, no cache keeps them until the next run
 _MAX_PARTS = 8 * _MAX_NODES
@@ -122,7 +126,7 @@ class _Kind:
 def n_rounds(plan: ProductPlan) -> int:
     """What `probe_products` counts its progress in."""
     cells = sum(len(kind.shapes) for kind in _kinds(plan)) * len(plan.threads)
-    return (cells + 3 * len(plan.threads)) * plan.effort.most
+    return (cells + len(plan.threads)) * plan.effort.most
 
 
 def probe_products(plan: ProductPlan | None = None, advance: Advance = no_progress) -> Products:
@@ -212,7 +216,7 @@ def _prepare(kind: _Kind, shape: tuple[int, int], weights: Weights, stack: ExitS
     deal = _dealer(count) if kind.expert else None
 
     def measure(threads: int) -> float:
-        return count * kind.read(shape) / _fastest(graph, threads, deal)
+        return count * kind.read(shape) / _seconds(graph, threads, deal)
 
     return measure
 
@@ -230,49 +234,57 @@ def _dealer(count: int) -> Callable[[], list[np.ndarray]]:
     return deal
 
 
-def _fastest(graph: CpuGraph, threads: int, deal: Callable[[], list[np.ndarray]] | None = None) -> float:
-    times = []
-    for _ in range(RUNS):
+def _seconds(graph: CpuGraph, threads: int, deal: Callable[[], list[np.ndarray]] | None = None) -> float:
+    """Seconds per run: the mean over a round. `deal` chooses experts."""
+    total, count = 0.0, 0
+    while total < ROUND_S and count < _MAX_RUNS:
         if deal:
             graph.choose(deal())
-        times.append(graph.compute(threads))
-    return min(times)
+        total += graph.compute(threads)
+        count += 1
+    return total / count
 
 
 def _measure_nodes(plan: ProductPlan, advance: Advance) -> tuple[NodeCost, ...]:
-    """Layers without their products, a narrow and a wide one, and attention alone: two equations and a third."""
-    with ExitStack() as graphs:
-        narrow, wide, attention = (graphs.enter_context(CpuGraph(1024)) for _ in range(3))
-        rests = [_layers(narrow, NARROW), _layers(wide, WIDE)]
-        attended = sum(add_attention(attention, *ATTENTION) for _ in range(_LAYERS))
-        for graph in (narrow, wide, attention):
+    """What values cost, from layers without products, narrow and wide; nodes, from layers with products between.
+
+    By themselves nodes would seem three times as fast: between products their data has left the caches, and the product
+    after them has to get the memory going again. So layers are timed with their products, less the products alone.
+    """
+    with ExitStack() as stack:
+        weights = stack.enter_context(Weights(_BETWEEN, plan.working_set))
+        names = ("products", "layers", "narrow", "wide", "attention")
+        graphs = {name: stack.enter_context(CpuGraph(1024)) for name in names}
+
+        def product(name: str) -> None:
+            graphs[name].product(weights.part(*_BETWEEN_SHAPE))
+
+        for _ in range(GAPS * _LAYERS):
+            product("products")
+        rest = add_rest(graphs["layers"], _LAYERS, TYPICAL, partial(product, "layers"))
+        narrow, wide = (add_rest(graphs[name], _LAYERS, _SHAPES[name], lambda: None) for name in ("narrow", "wide"))
+        attended = sum(add_attention(graphs["attention"], *ATTENTION) for _ in range(_LAYERS))
+        for graph in graphs.values():
             graph.allocate()
-        cells = {
-            (number, threads): partial(_per_second, graph, threads)
-            for threads in plan.threads
-            for number, graph in enumerate((narrow, wide, attention))
-        }
-        rates = settle(cells, replace(plan.effort, seconds=0.5 * len(plan.threads)), advance)
-    costs = []
-    for threads in plan.threads:
-        seconds = [1 / rates[number, threads].median for number in range(3)]
-        per_node, per_value = _solve(rests, seconds[:2])
-        costs.append(NodeCost(threads, per_node, per_value, max(seconds[2] - _LAYERS * per_node, 0) / attended))
+        costs = []
+        for threads in plan.threads:
+            seconds = _together(graphs, threads, plan.effort.most, advance)
+            per_value = max(seconds["wide"] - seconds["narrow"], 0.0) / (wide.values - narrow.values)
+            # However noisy: a node costs no less than by itself.
+            least = max(seconds["narrow"] - per_value * narrow.values, _LEAST_NODE_S * narrow.nodes) / narrow.nodes
+            between = (seconds["layers"] - seconds["products"] - per_value * rest.values) / rest.nodes
+            costs.append(NodeCost(threads, max(between, least), per_value, seconds["attention"] / attended))
     return tuple(costs)
 
 
-def _layers(graph: CpuGraph, shape: tuple[int, int, int, int, int]) -> Rest:
-    return sum((add_rest(graph, *shape) for _ in range(_LAYERS)), Rest(0, 0))
-
-
-def _per_second(graph: CpuGraph, threads: int) -> float:
-    return 1 / _fastest(graph, threads)
-
-
-def _solve(rests: Sequence[Rest], seconds: Sequence[float]) -> tuple[float, float]:
-    """Seconds per node and per value. If noise makes the narrow layer dearer than the wide one, all is nodes."""
-    (narrow, wide), (little, much) = rests, seconds
-    per_value = (much - little * wide.nodes / narrow.nodes) / (wide.values - narrow.values * wide.nodes / narrow.nodes)
-    per_value = max(per_value, 0.0)
-    per_node = (little - per_value * narrow.values) / narrow.nodes
-    return (per_node, per_value) if per_node > 0 else (little / narrow.nodes, 0.0)
+def _together(graphs: Mapping[str, CpuGraph], threads: int, rounds: int, advance: Advance) -> dict[str, float]:
+    """Median seconds of each graph, all run in turn; of layers, as their median difference from the products says."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(2 * rounds):
+        for name, graph in graphs.items():
+            times[name].append(_seconds(graph, threads))
+    advance(rounds)
+    seconds = {name: median(of) for name, of in times.items()}
+    gaps = [layers - products for layers, products in zip(times["layers"], times["products"], strict=True)]
+    seconds["layers"] = seconds["products"] + median(gaps)
+    return seconds

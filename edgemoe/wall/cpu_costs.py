@@ -2,16 +2,18 @@
 
 On a CPU a kernel takes about as long for every weight of related types, however many bits each has (2-bit rows of Q2_K
 run at 19 GB/s where 6-bit rows of Q6_K run at 34), so a type that was not measured takes its time per weight from its
-relatives: those of the same block length, kept in the same way.
+relatives: those kept in the same way, and of the same block length if there are any.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from edgemoe.errors import UserError
+from edgemoe.llamacpp.weights import block_length, row_bytes
+from edgemoe.machine.ggml_probe import ProductPlan, probe_products
 from edgemoe.machine.profile import ExpertRate, NodeCost, ProductCost, Profile
 
-# Types whose values are looked up in codebooks cost a multiple of the others of their block length.
+# Types whose values are looked up in large codebooks cost a multiple of the others.
 _CODEBOOK = ("IQ1", "IQ2", "IQ3")
 _WIDTH = 4096  # values of a row that any type's blocks divide
 
@@ -40,11 +42,13 @@ class Costs:
         """
         if kept in self.products:
             return self.products[kept], ()
-        related = {
+        alike = {
             other.type: cost
             for other, cost in self.products.items()
-            if other.repacked == kept.repacked and other.expert == kept.expert and _family(other) == _family(kept)
+            if (other.repacked, other.expert, _codebook(other)) == (kept.repacked, kept.expert, _codebook(kept))
         }
+        near = {kind: cost for kind, cost in alike.items() if block_length(kind) == block_length(kept.type)}
+        related = near or alike
         if not related:
             raise UserError(
                 f"this machine's profile has no rate for {kept.type}, nor for a type like it: run `edgemoe probe`"
@@ -54,17 +58,29 @@ class Costs:
 
 def costs_of(profile: Profile, threads: int) -> Costs:
     """The profile's costs at `threads` threads. A `UserError` where the profile is from before costs were fitted."""
-    counts = sorted(node.threads for node in profile.cpu_nodes)
-    if not counts:
+    if not profile.cpu_nodes:
         raise UserError("this machine's profile has no costs of ggml's products: run `edgemoe probe` again")
+    return _costs(profile.cpu_experts, profile.cpu_dense, profile.cpu_nodes, threads)
+
+
+def probed_costs(plan: ProductPlan) -> Costs:
+    """Costs measured now, at the plan's largest number of threads."""
+    found = probe_products(plan)
+    return _costs(found.experts, found.dense, found.nodes, max(plan.threads))
+
+
+def _costs(
+    experts: Sequence[ExpertRate], dense: Sequence[ExpertRate], nodes: Sequence[NodeCost], threads: int
+) -> Costs:
+    counts = sorted(node.threads for node in nodes)
     chosen = max((count for count in counts if count <= threads), default=counts[0])
     products = {
         Kept(rate.type, rate.repacked, expert): rate.cost
-        for expert, rates in ((True, profile.cpu_experts), (False, profile.cpu_dense))
+        for expert, rates in ((True, experts), (False, dense))
         for rate in rates
         if rate.threads == chosen and rate.cost is not None
     }
-    return Costs(chosen, products, next(node for node in profile.cpu_nodes if node.threads == chosen))
+    return Costs(chosen, products, next(node for node in nodes if node.threads == chosen))
 
 
 def without(costs: Costs, kind: str) -> Costs:
@@ -73,15 +89,12 @@ def without(costs: Costs, kind: str) -> Costs:
     return Costs(costs.threads, kept, costs.nodes)
 
 
-def _family(kept: Kept) -> tuple[object, ...]:
-    from edgemoe.llamacpp.weights import block_length
-
-    return block_length(kept.type), kept.type.startswith(_CODEBOOK)
+def _codebook(kept: Kept) -> bool:
+    return kept.type.startswith(_CODEBOOK)
 
 
 def _between(kind: str, related: Mapping[str, ProductCost]) -> tuple[ProductCost, tuple[str, ...]]:
     """Interpolate the time per weight by bits per weight; beyond the measured types the nearest one's holds."""
-    from edgemoe.llamacpp.weights import row_bytes
 
     def size(name: str) -> float:
         return row_bytes(name, _WIDTH) / _WIDTH
@@ -100,8 +113,3 @@ def _between(kind: str, related: Mapping[str, ProductCost]) -> tuple[ProductCost
         residual=max(part.residual for part, _, _ in parts),
     )
     return cost, tuple(dict.fromkeys((low, high)))
-
-
-def measured_types(rates: tuple[ExpertRate, ...]) -> tuple[str, ...]:
-    """Types in the order of measuring."""
-    return tuple(dict.fromkeys(rate.type for rate in rates))

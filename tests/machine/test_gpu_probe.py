@@ -4,7 +4,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -132,7 +131,5 @@ def test_a_gpu_has_all_its_rates() -> None:
 def test_kernels_are_only_imported_by_the_probe() -> None:
     """Importing the probe must not need torch or Triton, which `edgemoe probe` does without."""
     script = "import sys, edgemoe.machine.gpu_probe; print({'torch', 'triton', 'numba'} & set(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(__file__).parent
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
