@@ -1,15 +1,16 @@
 """What commands print with: one console, one look of tables, and names that stay as they are.
 
-Names of models, texts and files come from elsewhere and may look like rich's markup: hand them over as `Text`, or
-through `escape`. Call these inside a command: they import rich.
+Names of models, texts and files come from elsewhere and may look like rich's markup or an emoji's code: hand them over
+as `rich.text.Text`, or to `say`. Call these inside a command: they import rich.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from rich.console import Console
@@ -32,20 +33,13 @@ def console(quiet: bool = False) -> Console:
         def on_broken_pipe(self) -> None:
             raise  # the BrokenPipeError that rich is handling
 
-    made = Output(highlight=False, quiet=quiet)
+    made = Output(highlight=False, emoji=False, quiet=quiet)
     if not made.is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
         made.width = PIPED_WIDTH
     return made
 
 
-def escape(text: object) -> str:
-    """The text for use between rich's tags: `[b]` and `[/x]` in it are no tags."""
-    from rich.markup import escape
-
-    return escape(str(text))
-
-
-def table(*columns: str, left: Iterable[str] = ()) -> Table:
+def table(*columns: str | Text, left: Iterable[str] = ()) -> Table:
     """A plain table: the first column and those in `left` (or without a name) to the left, figures to the right.
 
     A cell that does not fit is folded, never cut short.
@@ -56,9 +50,9 @@ def table(*columns: str, left: Iterable[str] = ()) -> Table:
     made = Table(
         box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, show_edge=False, header_style="bold"
     )
-    flush = {columns[0], "", *left}
+    flush = {str(columns[0]), "", *left}
     for column in columns:
-        made.add_column(column, justify="left" if column in flush else "right", overflow="fold")
+        made.add_column(column, justify="left" if str(column) in flush else "right", overflow="fold")
     return made
 
 
@@ -73,10 +67,22 @@ def say(out: Console, text: str | Text, hang: int = 0) -> None:
     if not out.is_terminal:
         out.print(paragraph, soft_wrap=True)
         return
-    first, *rest = paragraph.wrap(out, max(out.width - hang, 1), overflow="ignore") or [paragraph]
-    for line in (first, *(Text(" " * hang).append_text(line) for line in rest)):
-        line.rstrip()
-        out.print(line, soft_wrap=True)
+    for line in paragraph.split("\n", allow_blank=True):
+        margin = 0
+        for start, end in _lines(line.plain, out.width, hang):
+            out.print(Text(" " * margin).append_text(line[start:end]), soft_wrap=True)
+            margin = hang
+
+
+def _lines(text: str, width: int, hang: int) -> Iterator[tuple[int, int]]:
+    """From where to where each line goes: broken between words, a longer word on a line of its own."""
+    start, end, room = 0, 0, width
+    for word in re.finditer(r"\S+", text):
+        if word.end() - start > room and end > start:
+            yield start, end
+            start, room = word.start(), width - hang
+        end = word.end()
+    yield start, end
 
 
 def say_notes(out: Console, notes: Iterable[str], written: Iterable[Path]) -> None:
@@ -86,4 +92,4 @@ def say_notes(out: Console, notes: Iterable[str], written: Iterable[Path]) -> No
     for note in notes:
         say(out, Text.assemble(("note", "bold"), f" {note}"), hang=5)
     for path in written:
-        say(out, f"wrote {path}")
+        out.print(Text(f"wrote {path}"), soft_wrap=True)

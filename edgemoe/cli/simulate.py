@@ -110,10 +110,8 @@ def simulate(
     from edgemoe.cli.options import layer_option, writable_file
     from edgemoe.tracing import load_trace
     from edgemoe.tracing.pictures import ENDINGS
-    from edgemoe.tracing.simulate import check
 
     recorded = load_trace(trace)
-    check(recorded)
     if domain is not None:
         recorded = recorded.only(domain)
     overrides = {
@@ -311,13 +309,14 @@ def _print(run: _Run, rows: pd.DataFrame, asked: dict[int, str], written: list[P
     out, trace = console(), run.trace
     over = f"layer {run.layer}" if isinstance(run.layer, int) else f"all {trace.n_layers} MoE layers"
     say(out, f"{trace.name}: {trace.n_tokens:,} tokens, {over}, top-{trace.top_k} of {trace.n_experts} experts")
-    say(out, "Hit rate: share of the expert loads. All else: per token.\n")
+    say(out, "Hits: the share of the expert loads (hit rate). All else is per token.\n")
     columns = {name: words for name, words in _COLUMNS.items() if name in rows and rows[name].notna().any()}
     shown = table("slots", "policy", *(words for words, _ in columns.values()), left=["policy"])
+    text = {name: show(rows[name]) for name, (_, show) in columns.items()}
     previous = None
-    for _, row in rows.iterrows():
+    for at, (_, row) in enumerate(rows.iterrows()):
         slots = _slots(row, asked) if row["capacity"] != previous else ""
-        cells = [show(row[name]) if row[name] == row[name] else "" for name, (_, show) in columns.items()]
+        cells = [cells[at] for cells in text.values()]
         if previous is not None and slots:
             shown.add_row()
         shown.add_row(slots, Text(row["policy"]), *cells)
@@ -334,22 +333,28 @@ def _slots(row: pd.Series, asked: dict[int, str]) -> str:
     return str(count) if text == str(count) else f"{text} = {count}"
 
 
-def _figure(value: float) -> str:
-    """Four digits or so: what fits a column of six."""
-    return f"{value:,.{3 if value < 9.9995 else 2 if value < 99.995 else 1}f}"
+def _shares(column: pd.Series) -> list[str]:
+    return [f"{value:.1%}" if value == value else "" for value in column]
 
 
-def _bytes(count: float) -> str:
+def _figures(column: pd.Series) -> list[str]:
+    """As many decimals as fit six characters, the same in the whole column; nothing where nothing is known."""
+    top = column.max()
+    digits = 3 if top < 99.9995 else 2 if top < 999.995 else 1
+    return [f"{value:,.{digits}f}" if value == value else "" for value in column]
+
+
+def _bytes(column: pd.Series) -> list[str]:
     from edgemoe.units import format_bytes
 
-    return format_bytes(count)
+    return [format_bytes(value) if value == value else "" for value in column]
 
 
 _COLUMNS: dict[str, tuple[str, Any]] = {
-    "hit_rate": ("hit rate", "{:.1%}".format),
-    "misses_per_token": ("misses", _figure),
-    "prefetch_per_token": ("prefetch", _figure),
-    "unused_per_token": ("unused", _figure),
-    "replaced_per_token": ("replaced", _figure),
+    "hit_rate": ("hits", _shares),
+    "misses_per_token": ("misses", _figures),
+    "prefetch_per_token": ("prefetch", _figures),
+    "unused_per_token": ("unused", _figures),
+    "replaced_per_token": ("replaced", _figures),
     "bytes_per_token": ("bytes", _bytes),
 }

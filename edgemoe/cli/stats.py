@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     import pandas as pd
+    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from edgemoe.tracing.summary import Summary
 
 # What a lag, a share and a name need at most to fit side by side in a narrow terminal.
 SHOWN_LAGS = (1, 2, 4, 8, 32, 128, 512)
-PIPED_WIDTH = 120
 
 
 def stats(
@@ -55,13 +56,19 @@ def stats(
     """Show how well the experts of a trace could be cached: reuse, working set, load, drift, similarity of domains."""
     import json
 
+    from edgemoe.cli.options import layer_option, writable_file, writable_folder
     from edgemoe.progress import progress
     from edgemoe.tracing.stats import split
     from edgemoe.tracing.summary import summarise
     from edgemoe.tracing.tracefile import load_trace
 
-    which, distances = _layer(layer), _lags(lags)
+    which, distances = layer_option(layer), _lags(lags)
     parts = split([load_trace(path) for path in traces], domain or ())
+    writable_folder("--plots", plots)
+    if csv and csv.suffix.lower() == ".csv":
+        writable_file("--csv", csv)
+    else:
+        writable_folder("--csv", csv)
     with progress("statistics", len(parts), "texts", quiet=as_json) as advance:
         summary = summarise(parts, distances, which, advance)
     written = summary.write_csv(csv) if csv else []
@@ -75,40 +82,32 @@ def stats(
         _print(summary, which, written)
 
 
-def _layer(text: str | None) -> int | str | None:
-    from edgemoe.errors import UserError
-
-    if text is None or text == "all":
-        return text
-    if not text.isdecimal():
-        raise UserError(f"--layer {text}: expected a layer number or all")
-    return int(text)
-
-
 def _lags(text: str | None) -> list[int] | None:
     from edgemoe.errors import UserError
+    from edgemoe.units import parse_count, shown
 
     if text is None:
         return None
-    numbers = [part.strip() for part in text.split(",")]
-    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
-        raise UserError(f"--lags {text}: expected distances in tokens, at least 1, like 1,2,4")
-    return [int(number) for number in numbers]
+    lags = []
+    for part in text.split(","):
+        lag = parse_count(part)
+        if not lag:
+            raise UserError(f"--lags {shown(text)}: expected distances in tokens, at least 1, like 1,2,4")
+        lags.append(lag)
+    return lags
 
 
 def _print(summary: Summary, layer: int | str | None, written: list[Path]) -> None:
-    from rich.console import Console
+    from rich.text import Text
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PIPED_WIDTH)
-    names = _names(summary)
+    from edgemoe.cli.output import console, say, say_notes
+
+    out, plain = console(), _names(summary)
     over = f"layer {layer}" if isinstance(layer, int) else "all layers"
     for trace in summary.traces:
-        console.print(
-            f"{names[trace.name]}: {trace.n_tokens:,} tokens through {trace.n_layers} MoE layers of {trace.n_experts}"
-            f" experts, {trace.top_k} per token and layer"
-        )
+        shape = f"{trace.n_layers} MoE layers of {trace.n_experts} experts, {trace.top_k} per token and layer"
+        say(out, f"{plain[trace.name]}: {trace.n_tokens:,} tokens through {shape}")
+    names = {name: Text(short) for name, short in plain.items()}
     sections = (
         ("Reuse", _reuse_words(), _reuse_table),
         (
@@ -123,20 +122,18 @@ def _print(summary: Summary, layer: int | str | None, written: list[Path]) -> No
     for title, words, table in sections:
         filled = table(summary, names)
         if filled.row_count:
-            console.print(f"\n[bold]{title}[/bold] ({over}). {words}")
-            console.print(filled)
+            out.print(f"\n[bold]{title}[/bold] ({over}). {words}\n")
+            out.print(filled)
     if len(summary.traces) > 1:
-        _print_similarity(console, summary, names)
-    for note in summary.notes:
-        console.print(f"[bold]note[/bold] {note}", soft_wrap=True)
-    for path in written:
-        console.print(f"wrote {path}", soft_wrap=True)
+        _print_similarity(out, summary, names)
+    out.print()
+    say_notes(out, summary.notes, written)
 
 
 def _reuse_words() -> str:
     return (
-        "How many of the experts that one token uses are used again so many tokens later. Chance is what the same"
-        " experts, equally popular but drawn without memory, would give: a cache lives off the difference."
+        "How many of the experts that one token uses are used again so many tokens (the lag) later. Chance is what the"
+        " same experts, equally popular but drawn without memory, would give: a cache lives off the difference."
     )
 
 
@@ -162,71 +159,86 @@ def _pregate_words() -> str:
     )
 
 
-def _reuse_table(summary: Summary, names: dict[str, str]) -> Table:
+def _reuse_table(summary: Summary, names: dict[str, Text]) -> Table:
+    from edgemoe.cli.output import table
+
     rows = _shown(summary.reuse)
     lags = list(dict.fromkeys(rows["lag"]))
     if len(lags) > len(SHOWN_LAGS):
         lags = [lag for lag in lags if lag in SHOWN_LAGS] or lags[: len(SHOWN_LAGS)]
-    table = _table(["text", *(f"lag {lag:,}" for lag in lags), "chance", f"at {lags[0]:,}"])
+    columns = ["text", f"lag {lags[0]:,}", *(f"{lag:,}" for lag in lags[1:]), "chance", "× chance"]
+    filled = table(*columns)
     for name, group in rows.groupby("trace", sort=False):
         by_lag = group.set_index("lag")
         first, chance = by_lag["reuse"].get(lags[0], float("nan")), by_lag["chance"].iloc[0]
         cells = [_percent(by_lag["reuse"].get(lag, float("nan"))) for lag in lags]
-        table.add_row(names[str(name)], *cells, _percent(chance), _number(first / chance, "× chance"))
-    return table
+        filled.add_row(names[str(name)], *cells, _percent(chance), _number(first / chance))
+    return filled
 
 
-def _working_set_table(summary: Summary, names: dict[str, str]) -> Table:
+def _working_set_table(summary: Summary, names: dict[str, Text]) -> Table:
+    from edgemoe.cli.output import table
+
     rows = _shown(summary.working_set)
     coverages = list(dict.fromkeys(rows["coverage"]))
-    table = _table(["text", *(f"{coverage:.0%} of the loads" for coverage in coverages)])
+    filled = table("text", *(f"{coverage:.0%} of the loads" for coverage in coverages))
     for name, group in rows.groupby("trace", sort=False):
         cells = [f"{_percent(row['share'])} ({_number(row['experts'])})" for _, row in group.iterrows()]
-        table.add_row(names[str(name)], *cells)
-    return table
+        filled.add_row(names[str(name)], *cells)
+    return filled
 
 
-def _load_table(summary: Summary, names: dict[str, str]) -> Table:
-    table = _table(["text", "entropy", "effective", "busiest", "never"])
+def _load_table(summary: Summary, names: dict[str, Text]) -> Table:
+    from edgemoe.cli.output import table
+
+    filled = table("text", "entropy", "effective", "busiest", "never")
     for _, row in _shown(summary.load).iterrows():
         entropy, effective = _number(row["entropy"], " bits", 2), _number(row["effective"])
-        table.add_row(names[row["trace"]], entropy, effective, _number(row["imbalance"], "×"), f"{row['never']:,.0f}")
-    return table
+        filled.add_row(names[row["trace"]], entropy, effective, _number(row["imbalance"], "×"), f"{row['never']:,.0f}")
+    return filled
 
 
-def _drift_table(summary: Summary, names: dict[str, str]) -> Table:
-    table = _table(["text", "changed", "by sampling", "hits", "with hindsight", "lost"])
+def _drift_table(summary: Summary, names: dict[str, Text]) -> Table:
+    from edgemoe.cli.output import table
+
+    filled = table("text", "changed", "by sampling", "hits", "with hindsight", "lost")
     for _, row in _shown(summary.drift).iterrows():
         cells = (row[column] for column in ("variation", "sampled", "pinned", "oracle", "lost"))
-        table.add_row(names[row["trace"]], *(_percent(cell) for cell in cells))
-    return table
+        filled.add_row(names[row["trace"]], *(_percent(cell) for cell in cells))
+    return filled
 
 
-def _pregate_table(summary: Summary, names: dict[str, str]) -> Table:
+def _pregate_table(summary: Summary, names: dict[str, Text]) -> Table:
+    from edgemoe.cli.output import table
+
     rows = _shown(summary.pregate)
-    table = _table(["text", "first", "found", "most frequent"])
+    filled = table("text", "first", "found", "most frequent")
     for _, row in rows.iterrows():
         found, frequent = _percent(row["recall"]), _percent(row["frequent"])
-        table.add_row(names[row["trace"]], f"{row['width']:,}", found, frequent)
-    return table
+        filled.add_row(names[row["trace"]], f"{row['width']:,}", found, frequent)
+    return filled
 
 
-def _print_similarity(console: Any, summary: Summary, names: dict[str, str]) -> None:
+def _print_similarity(out: Console, summary: Summary, names: dict[str, Text]) -> None:
+    from rich.text import Text
+
+    from edgemoe.cli.output import table
+
     measures = (
         (summary.cosine, "Cosine of the loads of all experts: 1 is the same use, 0 no expert in common."),
         (summary.jaccard, "Jaccard index of the sets that serve 95%: experts in both over experts in either."),
     )
-    console.print("\n[bold]Similarity[/bold]. Whether the texts use the same experts.")
+    out.print("\n[bold]Similarity[/bold]. Whether the texts use the same experts.")
     columns = list(names.values())
-    if sum(map(len, columns)) + max(map(len, columns)) > PIPED_WIDTH - 4 * len(columns):
-        names = {full: f"{at} {name}" for at, (full, name) in enumerate(names.items(), 1)}
-        columns = [str(at) for at in range(1, len(columns) + 1)]
+    if sum(map(len, columns)) + max(map(len, columns)) > out.width - 4 * len(columns):
+        names = {full: Text(f"{at} {name}") for at, (full, name) in enumerate(names.items(), 1)}
+        columns = [Text(str(at)) for at in range(1, len(columns) + 1)]
     for frame, words in measures:
-        table = _table(["", *columns])
+        filled = table("", *columns)
         for name, row in frame.iterrows():
-            table.add_row(names[str(name)], *(_number(value, digits=2) for value in row))
-        console.print(words)
-        console.print(table)
+            filled.add_row(names[str(name)], *(_number(value, digits=2) for value in row))
+        out.print(f"\n{words}\n")
+        out.print(filled)
 
 
 def _names(summary: Summary) -> dict[str, str]:
@@ -240,16 +252,6 @@ def _shown(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows over all layers; where one layer was asked for, its own."""
     rows = frame[frame["layer"] == "all"]
     return rows if len(rows) else frame
-
-
-def _table(columns: list[str]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for at, column in enumerate(columns):
-        table.add_column(column, justify="left" if at == 0 else "right", overflow="fold")
-    return table
 
 
 def _percent(value: float) -> str:

@@ -120,18 +120,54 @@ def test_traces_of_two_models_are_shown_but_not_compared(edgemoe, folder):
         (["m.npz", "--layer", "0"], "m:prose: no MoE layer 0; its 2 MoE layers are 1 to 2"),
         (["m.npz", "--layer", "first"], "--layer first: expected a layer number or all"),
         (["m.npz", "--lags", "1,,2"], "--lags 1,,2: expected distances in tokens"),
+        (["m.npz", "--lags", "9" * 20], "expected distances in tokens"),
+        (["m.npz", "--lags", "1," + "9" * 5000], "expected distances in tokens"),
+        (["m.npz", "--layer", "9" * 5000], "expected a layer number"),
         (["m.npz", "--lags", "0"], "--lags 0: expected distances in tokens"),
         (["m.npz", "--domain", "math"], "no trace has a domain 'math'; the domains are prose, code"),
-        (["m.npz", "--csv", "m.npz"], "cannot write m.npz"),
-        (["m.npz", "--plots", "m.npz"], "cannot write"),
+        (["m.npz", "--csv", "m.npz"], "--csv m.npz: cannot be written into"),
+        (["m.npz", "--plots", "m.npz"], "--plots m.npz: cannot be written into"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(edgemoe, folder, monkeypatch, arguments, words):
     monkeypatch.chdir(folder)
     done = edgemoe("stats", *arguments, expected=2)
     assert done.stdout == ""
-    errors = [line for line in done.stderr.splitlines() if not line.startswith("statistics:")]
-    assert len(errors) == 1 and words in errors[0]
+    [line] = done.stderr.splitlines()  # and no statistics before it
+    assert words in line and len(line) < 200
+
+
+def test_names_are_never_markup(edgemoe, folder, tmp_path):
+    trace = load_trace(folder / "m.npz")
+    odd = tmp_path / "[b]m[ x].npz"
+    save_trace(replace(trace, domains=("[/x]", "[/x]", ":smile:"), meta={"partial": True}), odd)
+    out = edgemoe("stats", odd, "--plots", tmp_path / "[/a]").stdout
+    assert "[/x]: 60 tokens" in out and out.count("[/x]") >= 10 and out.count(":smile:") >= 10
+    assert "note [b]m[ x]:[/x]: this trace is partial" in out and f"wrote {tmp_path / '[/a]'}" in out
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_every_table_fits_the_terminal(edgemoe, folder, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = edgemoe("stats", folder / "m.npz", "--lags", "1,2,4,8,16,20,32,64,128,512").stdout
+    tables = [line.rstrip() for line in out.splitlines()]
+    assert max(map(len, tables)) <= width
+    assert "…" not in out
+    at = next(i for i, line in enumerate(tables) if line.startswith("text  ") and "lag 1" in line)
+    assert tables[at].split() == ["text", "lag", *["1", "2", "4", "8", "32", "128", "512"], "chance", "×", "chance"]
+    prose = tables[at + 2].split()
+    assert prose[0] == "prose" and float(prose[-1]) > 0  # a plain number under "× chance"
+
+
+def test_what_cannot_be_written_is_found_before_the_work(edgemoe, folder, tmp_path):
+    in_the_way = folder / "m.npz"
+    for option in ("--csv", "--plots"):
+        for place in (in_the_way / "x", in_the_way / "x.csv"):
+            done = edgemoe("stats", in_the_way, option, place, expected=2)
+            assert done.stderr.startswith(f"edgemoe: {option} {place}: cannot be written") and done.stdout == ""
+            assert done.stderr.count("\n") == 1
+    edgemoe("stats", in_the_way, "--csv", tmp_path / "new" / "one.csv", "--plots", tmp_path / "pictures")
+    assert (tmp_path / "new" / "one.csv").exists()
 
 
 def test_a_trace_that_is_partial_or_failed_its_check_says_so(edgemoe, folder, tmp_path):
