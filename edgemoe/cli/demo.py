@@ -9,7 +9,6 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.table import Table
 
     from edgemoe.demo import Demo
 
@@ -27,14 +26,15 @@ def demo(
 
     Needs no network and no arguments.
     """
-    from rich.console import Console
-
+    from edgemoe.cli.options import writable_folder
+    from edgemoe.cli.output import console
     from edgemoe.demo import as_json as plain
     from edgemoe.demo import demo_model, record, study
     from edgemoe.progress import progress
 
-    console = Console(highlight=False, quiet=as_json)
-    _introduce(demo_model(), console)
+    writable_folder("--plots", plots)
+    out = console(quiet=as_json)
+    _introduce(demo_model(), out)
     path = record(plots, max_tokens, lambda total: progress("tracing", total, quiet=as_json))
     with progress("looking for a pattern", 4, "steps", quiet=as_json) as advance:
         found = study(path, advance)
@@ -43,39 +43,40 @@ def demo(
 
         typer.echo(dumps(plain(found)))
     else:
-        _show(found, console)
+        _show(found, out)
 
 
-def _introduce(model: Path, console: Console) -> None:
-    from rich.panel import Panel
-
-    from edgemoe.cli.info import identity
+def _introduce(model: Path, out: Console) -> None:
+    from edgemoe.cli.info import card
     from edgemoe.model import read_model
 
-    described = read_model(model)
-    title = f"[bold]{described.geometry.name}[/]"
-    console.print(Panel(identity(described), title=title, title_align="left", padding=(0, 1)))
-    console.print("Four texts that it never saw in training: prose, code, math and manuals.\n")
+    out.print(card(read_model(model)))
+    out.print("Four texts that it never saw in training: prose, code, math and manuals.\n")
 
 
-def _show(found: Demo, console: Console) -> None:
-    console.print(_texts(found))
-    console.print()
-    console.print(_caches(found))
-    console.print()
-    console.print(_findings(found))
-    console.print(f"\nTrace and {len(found.pictures)} pictures: {found.path.parent}/")
+def _show(found: Demo, out: Console) -> None:
+    from shlex import quote
+
+    from rich.text import Text
+
+    for part in (_texts(found), _caches(found), _findings(found)):
+        out.print(part)
+        out.print()
+    out.print(Text(f"Trace and {len(found.pictures)} pictures: {found.path.parent}/"), soft_wrap=True)
     for picture in found.pictures:
-        console.print(f"  {picture}", style="dim", soft_wrap=True)
-    console.print(
-        f"\nLook closer:     [bold]edgemoe stats {found.path}[/]\n"
-        "Your own model:  [bold]edgemoe trace MODEL.gguf -f TEXT -o trace.npz[/]",
-        soft_wrap=True,
-    )
+        out.print(Text(f"  {picture}", style="dim"), soft_wrap=True)
+    out.print()
+    for words, command in (
+        ("Look closer:     ", f"edgemoe stats {quote(str(found.path))}"),
+        ("Your own model:  ", "edgemoe trace MODEL.gguf -f TEXT -o trace.npz"),
+    ):
+        out.print(Text.assemble(words, (command, "bold")), soft_wrap=True)
 
 
 def _texts(found: Demo) -> RenderableType:
-    table = _table("text", "reused by the next token", "chance", "experts for 95%", "busiest expert")
+    from edgemoe.cli.output import table
+
+    filled = table("text", "reused by the next token", "chance", "experts for 95%", "busiest expert")
     summary = found.summary
     for trace in summary.traces:
         reuse, working, load = (
@@ -84,26 +85,27 @@ def _texts(found: Demo) -> RenderableType:
         )
         first = reuse[reuse["lag"] == 1].iloc[0]
         share = working[working["coverage"] == 0.95]["share"].iloc[0]
-        table.add_row(
+        filled.add_row(
             trace.name.split(":")[-1],
             f"{first['reuse']:.1%}",
             f"{first['chance']:.1%}",
             f"{share:.0%} of {trace.n_experts}",
             f"{load['imbalance'].iloc[0]:.1f}× the mean",
         )
-    return table
+    return filled
 
 
 def _caches(found: Demo) -> RenderableType:
+    from edgemoe.cli.output import table
     from edgemoe.demo import SHARES
 
-    table = _table("experts that fit", "LRU cache", "best fixed set", "knowing the future")
+    filled = table("experts that fit", "LRU cache", "best fixed set", "knowing the future")
     rows = found.caches.set_index(["policy", "capacity"])
     for share in SHARES:
         slots = round(share * found.trace.n_experts)
         hits = [f"{rows.loc[(rule, slots), 'hit_rate']:.1%}" for rule in ("lru", "static-oracle", "belady")]
-        table.add_row(f"{share:.1%} ({slots} per layer)".replace(".0%", "%"), *hits)
-    return table
+        filled.add_row(f"{share:.1%} ({slots} per layer)".replace(".0%", "%"), *hits)
+    return filled
 
 
 def _findings(found: Demo) -> RenderableType:
@@ -126,13 +128,3 @@ def _findings(found: Demo) -> RenderableType:
     for line in lines:
         points.add_row("•", line)
     return Panel(points, title="[bold]What a cache would gain[/]", title_align="left", padding=(0, 1))
-
-
-def _table(*columns: str) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold")
-    for at, column in enumerate(columns):
-        table.add_column(column, justify="right" if at else "left")
-    return table

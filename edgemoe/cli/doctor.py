@@ -10,8 +10,10 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    dir: Annotated[Path, typer.Option("--dir", help="Where your models are: its disk is checked.")] = Path(),
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    dir: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="Where your models are: its disk is checked.")
+    ] = Path(),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
     """Check this install and this machine, one line each, and say what can be run here.
 
@@ -22,7 +24,7 @@ def doctor(
     from edgemoe.doctor import diagnose
 
     diagnosis = diagnose(dir.resolve())
-    if json:
+    if as_json:
         from dataclasses import asdict
         from json import dumps
 
@@ -38,21 +40,22 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fix": "red"}
 
 def _print(diagnosis: "Diagnosis") -> None:
     """Lines, not a table: a line may be long, and it can be searched for and pasted."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True)
+    from edgemoe.cli.output import console, say
+
+    out = console()
     width = max(len(check.name) for check in diagnosis.checks)
     for check in diagnosis.checks:
-        line = Text.assemble((f"{check.status:<4}", _COLOURS[check.status]), f"  {check.name:<{width}}  {check.found}")
-        console.print(line)
+        status = (f"{check.status:<4}", _COLOURS[check.status])
+        say(out, Text.assemble(status, f"  {check.name:<{width}}  {check.found}"), hang=width + 8)
         if check.fix:
-            console.print(Text.assemble(" " * (width + 8), ("→ ", "bold"), (check.fix, "bold")))
-    console.print("\n[bold]This machine can run[/]")
+            out.print(Text.assemble(" " * (width + 8), ("→ ", "bold"), (check.fix, "bold")), soft_wrap=True)
+    say(out, Text("\nThis machine can run", style="bold"))
     width = max(len(ability.name) for ability in diagnosis.abilities)
     for ability in diagnosis.abilities:
         mark = ("yes", "green") if ability.able else ("no ", "red")
-        console.print(Text.assemble(mark, f"   {ability.name:<{width}}  {ability.detail}"))
+        say(out, Text.assemble(mark, f"   {ability.name:<{width}}  {ability.detail}"), hang=width + 8)
     if not diagnosis.healthy:
         count = sum(check.status == "fix" for check in diagnosis.checks)
-        console.print(f"\n{count} {'thing needs' if count == 1 else 'things need'} fixing.", style="red")
+        say(out, Text(f"\n{count} {'thing needs' if count == 1 else 'things need'} fixing.", style="red"))
