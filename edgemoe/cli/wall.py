@@ -158,10 +158,10 @@ def _verified(answer: Answer, quiet: bool) -> Answer:
     from dataclasses import replace
 
     from edgemoe.progress import progress
-    from edgemoe.wall.verify import EFFORT, verify
+    from edgemoe.wall.verify import n_rounds, verify
 
     assert answer.model is not None and answer.profile is not None  # `ask` refuses the question otherwise
-    with progress("decoding", EFFORT.most, "rounds", quiet=quiet) as advance:
+    with progress("decoding", n_rounds(), "rounds", quiet=quiet) as advance:
         return replace(answer, verified=verify(answer.model, answer.profile, advance=advance))
 
 
@@ -331,6 +331,9 @@ def _print_verified(answer: Answer, console: Console) -> None:
     rounds = f"{v.measured.rounds} rounds ± {v.measured.spread:.1%}"
     settled = "" if v.measured.stable else ", not settled: is something else running?"
     console.print(f"  {format_bytes(v.bytes_per_s)}/s of weights and cache, {rounds}{settled}")
+    if abs(v.drift - 1) >= 0.02:
+        now = f"{v.reference} now get {v.drift:.0%} of what the profile says"
+        console.print(f"  the machine has changed since: {now}; with that, {v.error_now:+.1%}", soft_wrap=True)
     for kind, sources in v.predicted.estimated.items():
         console.print(f"  {kind} was not measured: {', '.join(sources)} stood in for it")
     console.print()

@@ -7,7 +7,7 @@ of whatever disturbs this machine; the fastest of shorter ones would promise wha
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -31,6 +31,7 @@ from edgemoe.units import format_bytes
 EXPERT_SHAPES = ((256, 256), (512, 2048), (1024, 512), (2048, 1024))
 DENSE_SHAPES = ((512, 512), (512, 4096), (2048, 1024), (4096, 4096))
 N_EXPERTS, TOP_K = 32, 8
+_WHOLE = (*EXPERT_SHAPES[-1], N_EXPERTS)
 ROUND_S = 0.012
 _MAX_RUNS = 8
 TYPICAL = LayerShape(2048, 768, 16, 64, 8)
@@ -142,6 +143,22 @@ def probe_products(plan: ProductPlan | None = None, advance: Advance = no_progre
         for kind, rate in _measure(batch, replace(plan, effort=effort), advance):
             found[kind.expert].append(rate)
     return Products(tuple(found[True]), tuple(found[False]), _measure_nodes(plan, advance))
+
+
+@contextmanager
+def again(rate: ExpertRate, expert: bool) -> Iterator[Callable[[], float]]:
+    """Measure a rate of a profile again, as it was measured: bytes per second, whenever it is called.
+
+    Virtual machines and laptops give more in one minute than in the next; this tells how much of that there is.
+    """
+    buffers = [name for name in buffer_types(rate.type, _WHOLE, TOP_K) if (name != PLAIN) == rate.repacked]
+    if not buffers:
+        raise UserError(f"this llama.cpp keeps {rate.type} otherwise than the profile says: run `edgemoe probe` again")
+    kind = _Kind(rate.type, buffers[0], expert)
+    size = max(4 * last_level_cache(), _largest(rate.type))
+    with ExitStack() as stack:
+        weights = stack.enter_context(Weights(rate.type, size, kind.buffer, _MAX_PARTS))
+        yield partial(_prepare(kind, kind.shapes[-1], weights, stack), rate.threads)
 
 
 def _kinds(plan: ProductPlan) -> Iterator[_Kind]:

@@ -2,6 +2,7 @@
 
 What is measured is what is predicted: one sequence at batch 1, after a short prompt, weights kept as llama.cpp keeps
 them by default. Rounds are repeated until their median settles; the first tokens, which fault pages in, do not count.
+Between them one rate of the profile is measured again, because a machine does not give the same every minute.
 """
 
 import time
@@ -11,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from edgemoe.errors import UserError
+from edgemoe.machine.ggml_probe import again
 from edgemoe.machine.memory import ram
-from edgemoe.machine.profile import Profile, Rate
+from edgemoe.machine.profile import ExpertRate, Profile, Rate
 from edgemoe.machine.rounds import Effort, settle
 from edgemoe.model import Model
 from edgemoe.model.memory import memory_needs
@@ -28,16 +30,26 @@ EFFORT = Effort(5, 15, 60)
 
 @dataclass(frozen=True)
 class Verified:
-    """Predicted beside measured, in tokens per second; `error` is predicted / measured − 1."""
+    """Predicted beside measured, in tokens per second; `error` is predicted / measured − 1.
+
+    `drift` is what one rate of the profile (`reference`) was worth while the model decoded, over what it was when the
+    profile was made; `error_now` is the error if all of the profile had drifted so.
+    """
 
     predicted: CpuDecode
     measured: Rate
     threads: int
     context: int
+    reference: str
+    drift: float
 
     @property
     def error(self) -> float:
         return self.predicted.tokens_per_s / self.measured.median - 1
+
+    @property
+    def error_now(self) -> float:
+        return self.predicted.tokens_per_s * self.drift / self.measured.median - 1
 
     @property
     def bytes_per_s(self) -> float:
@@ -50,7 +62,7 @@ def verify(
 ) -> Verified:
     """Measure the model's decoding and set it beside what the profile foretells.
 
-    `advance` is told rounds, `effort.most` in all. Raises `UserError` where the model does not fit in RAM (then it
+    `advance` is told rounds, `n_rounds(effort)` in all. Raises `UserError` where the model does not fit in RAM (then it
     would not be the resident case), is no GGUF, or has types that the profile says nothing about.
     """
     from edgemoe.llamacpp.session import default_threads
@@ -59,10 +71,31 @@ def verify(
     context = PROMPT + TOKENS // 2
     predicted = predict_cpu_decode(model, costs_of(profile, threads), context)
     _check_room(model)
-    with Decoder(model.files[0], threads) as decoder:
+    rate, expert = _reference(model, profile, predicted.threads)
+    with Decoder(model.files[0], threads) as decoder, again(rate, expert) as measure_again:
         decoder.round()
-        measured = settle({"decode": decoder.round}, effort, advance)["decode"]
-    return Verified(predicted, measured, threads, context)
+        measured = settle({"decode": decoder.round, "reference": measure_again}, effort, advance)
+    return Verified(
+        predicted=predicted,
+        measured=measured["decode"],
+        threads=threads,
+        context=context,
+        reference=f"{'experts' if expert else 'weights'} in {rate.type}",
+        drift=measured["reference"].median / rate.bytes_per_s.median,
+    )
+
+
+def n_rounds(effort: Effort = EFFORT) -> int:
+    """What `verify` counts its progress in."""
+    return 2 * effort.most
+
+
+def _reference(model: Model, profile: Profile, threads: int) -> tuple[ExpertRate, bool]:
+    """A rate of the profile that decoding depends on: of the model's own experts if it was measured."""
+    rates = [(rate, True) for rate in profile.cpu_experts] + [(rate, False) for rate in profile.cpu_dense]
+    rates = [(rate, expert) for rate, expert in rates if rate.threads == threads]
+    own = [(rate, expert) for rate, expert in rates if rate.type == model.geometry.expert_type]
+    return (own or rates)[0]
 
 
 def _check_room(model: Model) -> None:
