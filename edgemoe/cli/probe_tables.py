@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from edgemoe.machine.profile import ExpertRate, GpuRates, Profile, RamRates, Rate, Ssd
 
 PIPED_WIDTH = 120
-_BAR = 20
+_BAR, _SHORT_BAR = 20, 8
 _EXPERT_BYTES = 10_600_000  # one of Qwen3-235B-A22B's, the bandwidth-wall paper's example
 
 
@@ -67,7 +67,7 @@ def _reads(ssd: Ssd, pattern: str) -> Table:
         row = {point.depth: point.bytes_per_s for point in points if point.request_bytes == size}
         best = max(map(float, row.values()))
         cells = (_figure(row[depth]) if depth in row else "–" for depth in depths)
-        table.add_row(_binary(size), *cells, _rounds(row.values()), _bar(best / top))
+        table.add_row(_binary(size), *cells, _rounds(row.values()), _bar(best / top, _SHORT_BAR))
     return table
 
 
@@ -151,8 +151,8 @@ def _rounds(rates: Iterable[Rate]) -> str:
     return f"{counts[0]}" if counts[0] == counts[-1] else f"{counts[0]}–{counts[-1]}"
 
 
-def _bar(share: float) -> str:
-    return f"[cyan]{'█' * round(_BAR * share) or '▏'}[/]"
+def _bar(share: float, width: int = _BAR) -> str:
+    return f"[cyan]{'█' * round(width * share) or '▏'}[/]"
 
 
 def _binary(size: int) -> str:
