@@ -37,11 +37,21 @@ INWARD = {
     },
     "edgemoe.training": {"edgemoe.model", "edgemoe.policy", "edgemoe.data"},
     "edgemoe.data": set(),
-    "edgemoe.tracing": {"edgemoe.policy", "edgemoe.model", "edgemoe.llamacpp"},
-    # Both tiers read the placement plans that the wall writes.
-    "edgemoe.streaming": {"edgemoe.policy", "edgemoe.model", "edgemoe.llamacpp", "edgemoe.machine", "edgemoe.wall"},
+    # The file only: estimating it takes a trace, and lives with the tracer.
+    "edgemoe.calibration": {"edgemoe.model", "edgemoe.llamacpp"},
+    "edgemoe.tracing": {"edgemoe.policy", "edgemoe.model", "edgemoe.llamacpp", "edgemoe.calibration"},
+    # Both tiers read calibrations, and the placement plans that the wall writes.
+    "edgemoe.streaming": {
+        "edgemoe.policy",
+        "edgemoe.model",
+        "edgemoe.llamacpp",
+        "edgemoe.machine",
+        "edgemoe.calibration",
+        "edgemoe.wall",
+    },
     "edgemoe.gpu_offload": {
         "edgemoe.policy",
+        "edgemoe.calibration",
         "edgemoe.model",
         "edgemoe.llamacpp",
         "edgemoe.machine",

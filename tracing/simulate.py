@@ -5,13 +5,14 @@ preset replays Algorithm 1 (arXiv 2610.34721, §4.1) on the stored scores, reset
 decisions that a tier would make.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import pandas as pd
 
+from edgemoe import calibration as held_out
 from edgemoe.errors import UserError
 from edgemoe.policy import PRESETS, Policy, preset
 from edgemoe.policy.eviction import RULES
@@ -24,7 +25,7 @@ from edgemoe.tracing.tracefile import Trace
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What Algorithm 1 takes from held-out text. There is no token prior in a replay.
+    """What Algorithm 1 takes from held-out text, for the layers of one trace.
 
     Raises `UserError` for a Δ̄ that is no range of scores: not a number, infinite or negative.
     """
@@ -32,6 +33,7 @@ class Calibration:
     delta: np.ndarray | None = None  # [L] float32 Δ̄; None: a running scale is used
     warm: np.ndarray | None = None  # [L, m] experts, most frequent first; None: experts 0 … C − 1
     source: str = ""
+    prior: Callable[[int, np.ndarray], np.ndarray] | None = None  # row of the trace, tokens [T] → π_l [T, E] float32
 
     def __post_init__(self) -> None:
         if self.delta is None:
@@ -53,27 +55,40 @@ class Calibration:
 
         Raises `UserError` if it is of another model or lacks a layer.
         """
-        where = {int(layer): at for at, layer in enumerate(text.layers)}
-        missing = [int(layer) for layer in trace.layers if int(layer) not in where]
-        if text.n_experts != trace.n_experts or missing:
-            what = f"layer {missing[0]} is not in it" if missing else f"it has {text.n_experts} experts per layer"
-            raise UserError(f"{text.name} cannot calibrate {trace.name} ({trace.n_experts} experts): {what}")
+        rows = _rows_of(trace, text.name, text.layers, text.n_experts)
         check(text)
-        rows = [where[int(layer)] for layer in trace.layers]
-        counts = [np.bincount(loads[loads >= 0], minlength=text.n_experts) for loads in text.experts[rows]]
-        warm = np.argsort(-np.array(counts), axis=1, kind="stable")
+        warm = np.array([held_out.ranking(loads, text.n_experts) for loads in text.experts[rows]])
         delta = None
         if text.scores is not None:
-            delta = np.array([_mean_range(scores) for scores in text.scores[rows]], dtype=np.float32)
+            delta = np.array([held_out.mean_range(held_out.score_ranges(scores)) for scores in text.scores[rows]])
         return cls(delta, warm, text.name)
 
+    @classmethod
+    def loaded(cls, found: held_out.Calibration, trace: Trace, source: str) -> "Calibration":
+        """What a calibration file, named `source`, says of the trace's layers; `UserError` if it is of another model.
 
-def _mean_range(scores: np.ndarray) -> float:
-    """Mean over tokens of max − min over the experts that are not masked; scores [T, E]. NaN if any of them is."""
-    low = np.where(np.isneginf(scores), np.inf, scores).min(axis=1)
-    high = scores.max(axis=1)
-    known = ~np.isneginf(high)  # a token with every expert masked has no range
-    return float((high[known] - low[known]).mean(dtype=np.float64)) if known.any() else float("nan")
+        The token prior is left out where the trace has no token ids.
+        """
+        rows = _rows_of(trace, source, found.layers, found.n_experts)
+        if "header_sha256" in trace.meta:
+            held_out.check_fingerprint(
+                source, found, str(trace.meta.get("model", trace.name)), trace.meta["header_sha256"]
+            )
+
+        def prior(row: int, tokens: np.ndarray) -> np.ndarray:
+            return found.prior.rows(rows[row], tokens)
+
+        return cls(found.delta[rows], found.warm[rows], source, None if trace.tokens is None else prior)
+
+
+def _rows_of(trace: Trace, source: str, layers: np.ndarray, n_experts: int) -> list[int]:
+    """Where the trace's layers are among those of what is to calibrate it."""
+    where = {int(layer): at for at, layer in enumerate(layers)}
+    missing = [int(layer) for layer in trace.layers if int(layer) not in where]
+    if n_experts != trace.n_experts or missing:
+        what = f"layer {missing[0]} is not in it" if missing else f"it has {n_experts} experts per layer"
+        raise UserError(f"{source} cannot calibrate {trace.name} ({trace.n_experts} experts): {what}")
+    return [where[int(layer)] for layer in trace.layers]
 
 
 def simulate(
@@ -89,8 +104,8 @@ def simulate(
 
     capacities: slots per layer. policies: names of eviction rules and presets, or a mapping from a name to its `Policy`
     (None for the rule of that name). layer: a layer id of the model, or "all": one row, summed over layers.
-    calibration: Δ̄ and warm set, by default those in the trace file. expert_bytes: [L], size of one expert, by layer.
-    `advance` is told of each replayed layer: there are `n_replays` of them.
+    calibration: Δ̄, warm set and token prior, by default what the trace file holds. expert_bytes: [L], size of one
+    expert, by layer. `advance` is told of each replayed layer: there are `n_replays` of them.
 
     One row per capacity and policy: trace, layer, policy, capacity, share, hit_rate, misses_per_token and, where it
     is known, bytes_per_token (of demand and prefetch copies). Algorithm 1 adds demand_per_token (its misses),
@@ -115,7 +130,7 @@ def simulate(
         for name, policy in named.items():
             counts = np.zeros((len(rows), 5), dtype=np.int64)
             if policy:
-                replay = partial(_replay_policy, trace, policy, _cache(trace, policy, capacity, known))
+                replay = partial(_replay_policy, trace, policy, _cache(trace, policy, capacity, known), known)
             else:
                 replay = partial(_replay_rule, trace, name, capacity)
             for i, row in enumerate(rows):
@@ -213,7 +228,7 @@ def _replay_rule(trace: Trace, name: str, capacity: int, row: int) -> np.ndarray
     return counts
 
 
-def _replay_policy(trace: Trace, policy: Policy, cache: Cache, row: int) -> np.ndarray:
+def _replay_policy(trace: Trace, policy: Policy, cache: Cache, known: Calibration, row: int) -> np.ndarray:
     """Counts [5] of one layer under Algorithm 1; exact routing executes what the trace recorded if that is enough."""
     starts = np.zeros(trace.n_tokens, dtype=np.bool_)
     starts[trace.windows] = True
@@ -226,7 +241,10 @@ def _replay_policy(trace: Trace, policy: Policy, cache: Cache, row: int) -> np.n
     scores = none if trace.scores is None else np.ascontiguousarray(trace.scores[row])
     gated = trace.pregate is not None and bool(trace.has_pregate[row])
     pregate = np.ascontiguousarray(trace.pregate[row]) if trace.pregate is not None and gated else none
-    return replay_layer(cache, row, starts, scores, pregate, recorded, none)
+    prior = none
+    if policy.uses_prior and known.prior is not None and trace.tokens is not None:
+        prior = known.prior(row, trace.tokens)
+    return replay_layer(cache, row, starts, scores, pregate, recorded, prior)
 
 
 def _row(

@@ -3,6 +3,7 @@
 import typer
 
 from edgemoe import __version__
+from edgemoe.cli.calibrate import calibrate
 from edgemoe.cli.chat import chat
 from edgemoe.cli.demo import demo
 from edgemoe.cli.doctor import doctor
@@ -41,7 +42,7 @@ def root(
 
 
 # Verbs in the order in which a newcomer meets them.
-for verb in (demo, info, trace, stats, simulate, probe, wall, generate, chat, doctor):
+for verb in (demo, info, trace, stats, simulate, calibrate, probe, wall, generate, chat, doctor):
     app.command()(verb)
 
 

@@ -54,9 +54,10 @@ def simulate(
         Path | None,
         typer.Option(
             "--calibration",
-            metavar="TRACE",
-            help="Estimate the presets' bonus scale and warm set on this trace of the same model. Default: what TRACE"
-            " holds of them, or else a running scale and experts 0, 1, 2, ...",
+            metavar="FILE",
+            help="Where the presets' bonus scale, warm set and token prior come from: a file of `edgemoe calibrate`, or"
+            " another trace of the same model (no prior). Default: what TRACE holds of them, or else a running scale,"
+            " experts 0, 1, 2, ... and no prior.",
         ),
     ] = None,
     lam: Annotated[
@@ -208,7 +209,8 @@ class _Run:
             return notes
         known = self.calibration
         warm = f"experts by frequency from {known.source}" if known.warm is not None else "experts 0 to C - 1"
-        said = f"warm set: {warm}; no token prior"
+        prior = f"token prior from {known.source}" if known.prior is not None else "no token prior"
+        said = f"warm set: {warm}; {prior}"
         if any(policy.uses_bonus for policy in steered.values()):
             fixed = any(policy.uses_bonus and policy.scale == "fixed" for policy in steered.values())
             said = f"bonus scale: {f'mean range from {known.source}' if fixed else 'running mean of the range'}; {said}"
@@ -246,11 +248,14 @@ def _budget(text: str | None) -> int | str | None:
 
 
 def _calibration(recorded: Trace, path: Path | None) -> Calibration:
+    from edgemoe.calibration import is_calibration, load_calibration
     from edgemoe.tracing import load_trace
     from edgemoe.tracing.simulate import Calibration
 
     if path is None:
         return Calibration.stored(recorded)
+    if is_calibration(path):
+        return Calibration.loaded(load_calibration(path), recorded, path.name)
     return Calibration.measured(load_trace(path), recorded)
 
 

@@ -119,6 +119,11 @@ class Policy:
         return self.routing != "exact" or self.elide > 0 or (self.uses_bonus and self.scale == "running")
 
     @property
+    def uses_prior(self) -> bool:
+        """Whether the A priority, and with it the token prior, enters a decision."""
+        return self.eviction == "score" or self.prefetch == "token-prior"
+
+    @property
     def insertions(self) -> int:
         """n as a number."""
         return int(self.budget)

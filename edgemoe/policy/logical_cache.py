@@ -1,7 +1,7 @@
 """`LogicalCache`: Algorithm 1 as an object, for hosts that drive the policy from Python."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,6 +24,13 @@ class Selection(NamedTuple):
 
     experts: list[int]
     copies: list[Copy]
+
+
+class TokenRows(Protocol):
+    """A token prior of whatever storage: `edgemoe.calibration.Calibration` is one."""
+
+    def prior_row(self, token: int) -> np.ndarray:
+        """π_l(token) of all layers, [L, E] float32."""
 
 
 @kernel
@@ -73,13 +80,13 @@ class LogicalCache:
         capacity: int,
         delta: np.ndarray | None = None,
         warm: np.ndarray | None = None,
-        prior: np.ndarray | None = None,
+        prior: np.ndarray | TokenRows | None = None,
     ) -> None:
         """Make the cache and reset it.
 
         top_k: one for all layers, or one per layer. delta: [L] float32, Δ̄ on held-out text. warm: [L, m] experts on
         held-out text, most frequent first; the first C are the warm set, padded by lowest index. prior: [L, V, E]
-        float32, how often layer l routes token x to each expert on held-out text.
+        float32, how often layer l routes token x to each expert on held-out text, or what gives its rows.
 
         Raises `UserError` where the policy, the model and the capacity do not fit, or a needed Δ̄ is missing.
         """
@@ -107,8 +114,15 @@ class LogicalCache:
         Of a token without an id nothing is known: its prior is zero.
         """
         if self.prior is not None:
-            self.state.prior[:] = 0 if token is None else self.prior[:, token]
+            self.state.prior[:] = 0 if token is None else self._prior_row(token)
         _begin_token(self.block)
+
+    def _prior_row(self, token: int) -> np.ndarray:  # [L, E] float32
+        assert self.prior is not None
+        row: np.ndarray = self.prior[:, token] if isinstance(self.prior, np.ndarray) else self.prior.prior_row(token)
+        if row.shape != self.state.prior.shape:
+            raise ValueError(f"the token prior is of {row.shape} layers and experts, not {self.state.prior.shape}")
+        return row
 
     def prefetch(self, layer: int, pregate: np.ndarray | None = None) -> list[Copy]:
         """Part 1 of Algorithm 1: insert experts that the pre-gate's scores [E] predict. Copies in order, at most n.

@@ -1,0 +1,129 @@
+"""`edgemoe calibrate`: what held-out text says of a model's routing, for the steered policies."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edgemoe.cli.stopping import interrupt_on_sigterm
+
+if TYPE_CHECKING:
+    from edgemoe.calibration import Calibration
+
+INTERRUPTED = 130
+
+
+def calibrate(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A Mixture-of-Experts GGUF file; any shard of a split one.")
+    ],
+    files: Annotated[
+        list[str],
+        typer.Option(
+            "-f",
+            "--file",
+            metavar="[DOMAIN=]FILE",
+            help="A UTF-8 text like those to be generated, but none that is evaluated. May be given again; every token"
+            " counts alike.",
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option("-o", "--out", metavar="OUT", help="The calibration file to write, like model.calib.")
+    ],
+    ctx: Annotated[
+        int, typer.Option("--ctx", metavar="N", min=2, help="Tokens per window. The cache is cleared before each.")
+    ] = 512,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", metavar="N", min=1, help="At most so many tokens of each domain.")
+    ] = None,
+    n_gpu_layers: Annotated[
+        int, typer.Option("--n-gpu-layers", metavar="N", help="Layers to put on the GPU; -1 is all of them.")
+    ] = 0,
+    threads: Annotated[
+        int | None, typer.Option("--threads", metavar="N", min=1, help="CPU threads. Default: the physical cores.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing OUT, once the new one is whole.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Estimate what steered routing takes from held-out text: warm set, bonus scale and token prior of every layer.
+
+    The file fits the model file that it was made with, and is refused for another. While it runs, the router's scores
+    are spooled beside OUT: about 8 bytes per token, MoE layer and expert.
+
+    Exit code 130 if Ctrl-C or SIGTERM ended it: then nothing is written.
+    """
+    from edgemoe.progress import progress
+    from edgemoe.tracing.calibrate import calibrate
+    from edgemoe.tracing.capture import Settings
+    from edgemoe.tracing.texts import Source
+
+    settings = Settings(n_ctx=ctx, max_tokens=max_tokens, n_gpu_layers=n_gpu_layers, n_threads=threads)
+    interrupt_on_sigterm()
+    try:
+        found = calibrate(
+            model,
+            [Source.parse(text) for text in files],
+            out,
+            settings,
+            overwrite=overwrite,
+            watch=lambda what, total, unit: progress(what, total, unit, quiet=as_json),
+        )
+    except KeyboardInterrupt:
+        kept = f"{out} is as it was" if out.exists() else "nothing was written"
+        print(f"edgemoe: interrupted: {kept}", file=sys.stderr)  # noqa: T201
+        raise typer.Exit(INTERRUPTED) from None
+    if as_json:
+        _print_json(found, out)
+    else:
+        _print(found, out)
+
+
+def _print_json(found: Calibration, out: Path) -> None:
+    import json
+
+    fields = {
+        "path": str(out),
+        "model": found.model,
+        "tokens": found.n_tokens,
+        "layers": found.layers.tolist(),
+        "experts": found.n_experts,
+        "delta": found.delta.tolist(),
+        "warm": found.warm.tolist(),
+        "prior": {
+            "tokens": len(found.prior.tokens),
+            "entries": len(found.prior.cells),
+            "bytes": found.prior.nbytes,
+            "dropped_tokens": found.dropped[0],
+            "dropped_occurrences": found.dropped[1],
+        },
+        "texts": list(found.texts),
+        "settings": found.settings,
+    }
+    print(json.dumps(fields, allow_nan=False))  # noqa: T201
+
+
+def _print(found: Calibration, out: Path) -> None:
+    from rich.console import Console
+
+    from edgemoe.units import format_bytes
+
+    console = Console(soft_wrap=True, highlight=False)
+    prior, (dropped, occurrences) = found.prior, found.dropped
+    console.print(
+        f"{out}: {found.model}, {len(found.layers)} MoE layers of {found.n_experts} experts, from {found.n_tokens:,} "
+        "tokens",
+        markup=False,
+    )
+    console.print(f"bonus scale: {found.delta.min():.3g} to {found.delta.max():.3g}, by layer")
+    console.print(f"token prior: {len(prior.tokens):,} distinct tokens, {format_bytes(prior.nbytes)} in memory")
+    if dropped:
+        console.print(
+            f"no room for {dropped:,} rarer tokens ({occurrences / found.n_tokens:.1%} of the text): their prior is "
+            "zero, as for unseen ones"
+        )
+    console.print("next: edgemoe simulate TRACE --policy psr --calibration " + str(out), markup=False)
