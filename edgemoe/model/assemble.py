@@ -7,6 +7,9 @@ from edgemoe.errors import UserError
 from edgemoe.model.geometry import KvCache, ModelGeometry
 from edgemoe.model.tensors import Part, Tensor, group, slice_expert
 
+MAX_LAYERS = 4096  # llama.cpp takes 512
+MAX_EXPERTS = 1 << 15  # of one layer; a trace's ids are int16
+
 _PACKED = {"U8": 2}  # packed four-bit values in safetensors: two to a byte
 
 
@@ -77,7 +80,7 @@ def _check(where: str, facts: Facts, experts: Sequence[Tensor]) -> None:
     if not experts:
         return
     top_k = [facts.top_k] if isinstance(facts.top_k, int) else list(facts.top_k)
-    if facts.n_experts < 1 or not all(0 <= k <= facts.n_experts for k in top_k) or max(top_k) < 1:
+    if not 1 <= facts.n_experts <= MAX_EXPERTS or not all(0 <= k <= facts.n_experts for k in top_k) or max(top_k) < 1:
         raise UserError(
             f"{where}: it has tensors of experts, but says {facts.n_experts} experts and top-k {max(top_k)}: "
             "convert the model again"

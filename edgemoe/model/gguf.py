@@ -6,13 +6,12 @@ from pathlib import Path
 
 from edgemoe.errors import UserError
 from edgemoe.llamacpp.header import Header, TensorEntry, read_header
-from edgemoe.model.assemble import Facts
+from edgemoe.model.assemble import MAX_LAYERS, Facts
 from edgemoe.model.tensors import Part, Tensor
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(\w+)")
-_MAX_LAYERS = 4096  # llama.cpp takes 512
 
 # gguf's numbering of gating functions, and what architectures that do not state theirs use in llama.cpp.
 _GATING = {1: "softmax", 2: "sigmoid", 3: "softmax of the chosen", 4: "sqrt-softplus"}
@@ -87,7 +86,7 @@ def _facts(header: Header) -> Facts:
 
     blocks = number("block_count")
     n_layers = blocks - number("nextn_predict_layers")
-    if not 0 < n_layers <= blocks <= _MAX_LAYERS:
+    if not 0 < n_layers <= blocks <= MAX_LAYERS:
         raise UserError(f"{header.path}: says it has {n_layers} layers ({architecture}): not a language model")
     heads = _per_layer(header, f"{architecture}.attention.head_count", blocks)
     d_head = number("embedding_length") // max(heads[0], 1)

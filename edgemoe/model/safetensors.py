@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from edgemoe.errors import UserError
-from edgemoe.model.assemble import Facts
+from edgemoe.model.assemble import MAX_LAYERS, Facts
 from edgemoe.model.tensors import Part, Tensor
-from edgemoe.units import format_bytes
+from edgemoe.units import format_bytes, shown
 
 # What the format itself allows for a header.
 _MAX_HEADER = 100_000_000
@@ -22,9 +22,9 @@ _BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.(.+)")
 # One expert per tensor (OLMoE, Qwen3-MoE, DeepSeek; Mixtral: w1, w2, w3) or all stacked (gpt-oss and others).
-_ONE_EXPERT = re.compile(r"(?:.+\.)?experts\.(\d+)\.(gate_proj|up_proj|down_proj|gate_up_proj|w[123])(?:\.(\w+))?")
+_ONE_EXPERT = re.compile(r"(?:.+\.)?experts\.(\d{1,9})\.(gate_proj|up_proj|down_proj|gate_up_proj|w[123])(?:\.(\w+))?")
 _ALL_EXPERTS = re.compile(r"(?:.+\.)?experts\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:[._](\w+))?")
 _PROJECTIONS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "gate_up_proj": "gate_up"}
 _PROJECTIONS |= {"w1": "gate", "w3": "up", "w2": "down"}  # Mixtral
@@ -79,6 +79,8 @@ def _files(directory: Path) -> list[Path]:
         return files
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise ValueError("the names of files are expected")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{index}: not a readable index of safetensors files: download it again") from None
     missing = [name for name in names if not (directory / name).exists()]
@@ -101,6 +103,8 @@ def _header(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
         end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         for name, entry in entries.items():
             start, stop = entry["data_offsets"]
+            if not all(type(size) is int and size >= 0 for size in entry["shape"]):
+                raise ValueError("a shape is a list of sizes")
             if (stop - start) * 8 != prod(entry["shape"]) * _BITS[entry["dtype"]] or start < 0:
                 raise UserError(f"{path}: {name}: its bytes do not match its shape: download it again")
     except OSError as error:
@@ -119,17 +123,21 @@ def _facts(directory: Path, config: Mapping[str, Any]) -> Facts:
     def number(*keys: str) -> int:
         for key in keys:
             value = config.get(key)
-            if isinstance(value, int) and value >= 0:
+            if type(value) is int and value >= 0:  # true is no number
                 return value
         return 0
 
     n_layers = number("num_hidden_layers", "n_layer", "num_layers")
     if not n_layers:
         raise UserError(f"{directory / 'config.json'}: no num_hidden_layers in it: not a language model's config")
+    if n_layers > MAX_LAYERS:
+        raise UserError(f"{directory / 'config.json'}: {n_layers:,} layers: not a language model's config")
     heads = number("num_attention_heads", "n_head")
     d_head = number("head_dim") or number("hidden_size") // max(heads, 1)
-    kinds = config.get("layer_types")
-    windowed = {i for i, kind in enumerate(kinds or []) if kind in ("sliding_attention", "chunked_attention")}
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise UserError(f"{directory / 'config.json'}: layer_types is {shown(repr(kinds))}, expected a list of names")
+    windowed = {i for i, kind in enumerate(kinds) if kind in ("sliding_attention", "chunked_attention")}
     return Facts(
         name=str(config.get("_name_or_path") or directory.resolve().name),
         architecture=str(config.get("model_type", "unknown")),

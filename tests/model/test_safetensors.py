@@ -176,6 +176,13 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 64), "not a safetensors file"),
         (lambda d: (d / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"[]"), "corrupt safetensors header"),
         (lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": 3}'), "not a readable index"),
+        (lambda d: index(d, {"x": 5}), "not a readable index"),
+        (lambda d: index(d, {"x": "../model.safetensors"}), "not a readable index"),
+        (lambda d: configure(d, num_hidden_layers=10**12), "1,000,000,000,000 layers"),
+        (lambda d: configure(d, num_hidden_layers=True), "no num_hidden_layers"),
+        (lambda d: configure(d, layer_types=7), "layer_types is 7, expected a list"),
+        (lambda d: experts(d, num_experts=10**12, num_experts_per_tok=1), "says 1000000000000 experts"),
+        (lambda d: swap(d / "model.safetensors", b"[2,2]", b"[4.]"), "corrupt safetensors header"),
         (lambda d: cut(d / "model.safetensors", 10), "truncated: .* that its header promises"),
         (lambda d: swap(d / "model.safetensors", b"[2,2]", b"[2,3]"), "do not match its shape"),
         (lambda d: swap(d / "model.safetensors", b'"F16"', b'"X16"'), "corrupt safetensors header"),
@@ -188,6 +195,24 @@ def test_damage_is_one_line(tmp_path: Path, damage: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         read_model(directory)
     assert "\n" not in str(error.value)
+
+
+def index(directory: Path, files: dict[str, Any]) -> None:
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+def configure(directory: Path, **config: Any) -> None:
+    (directory / "config.json").write_text(json.dumps({"num_hidden_layers": 1, **config}))
+
+
+def experts(directory: Path, **config: Any) -> None:
+    configure(directory, **config)
+    save_file({"model.layers.0.mlp.experts.0.up_proj.weight": zeros(2, 4)}, directory / "model.safetensors")
+
+
+def test_a_layer_of_a_thousand_digits_is_no_layer(tmp_path: Path) -> None:
+    tensors = {f"model.layers.{'9' * 5000}.mlp.experts.{'9' * 5000}.up_proj.weight": zeros(2, 2)}
+    assert not read_model(write(tmp_path / "m", {"num_hidden_layers": 1}, tensors)).geometry.is_moe
 
 
 def cut(path: Path, count: int) -> None:
