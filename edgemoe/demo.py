@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from edgemoe.data import DOMAINS
 from edgemoe.errors import UserError
 from edgemoe.progress import Advance
 from edgemoe.tracing import Trace, load_trace
@@ -20,7 +21,6 @@ from edgemoe.tracing.stats import split
 from edgemoe.tracing.summary import Summary, summarise
 from edgemoe.tracing.texts import Source
 
-DOMAINS = ("prose", "code", "math", "manuals")
 RULES = ("lru", "static-oracle", "belady")
 PRESETS = ("exact-lru", "psr-gated")
 SHARES = (0.125, 0.25, 0.5)

@@ -6,7 +6,7 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
-from edgemoe.training.data import DOMAINS
+from edgemoe.data import DOMAINS
 from edgemoe.training.loop import TrainConfig
 
 LARGEST_SOURCES = 8  # named per domain; the manifest has them all

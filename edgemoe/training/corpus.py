@@ -23,11 +23,12 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from edgemoe.data import DOMAINS
 from edgemoe.errors import UserError
 from edgemoe.progress import Advance, no_progress, progress
 from edgemoe.training import extract
 from edgemoe.training.clean import SPECIALS, acceptable, clean, drop_repeated_lines, exact_key, near_key, pieces
-from edgemoe.training.sources import DOMAIN_MB, DOMAINS, SOURCES, Source
+from edgemoe.training.sources import DOMAIN_MB, SOURCES, Source
 
 SEED = 20260818
 VOCAB = 8192

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from edgemoe.data import DOMAINS
 from edgemoe.errors import UserError
 
-DOMAINS = ("prose", "code", "math", "manuals")
 BOS = 0  # <|endoftext|> opens every document and every window, in training as in llama.cpp
 
 

@@ -16,9 +16,10 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
+from edgemoe.data import DOMAINS
 from edgemoe.errors import UserError
 from edgemoe.progress import progress
-from edgemoe.training.data import DOMAINS, Corpus, training_batch, validation_batches
+from edgemoe.training.data import Corpus, training_batch, validation_batches
 from edgemoe.training.losses import cross_entropy, loads, objective
 from edgemoe.training.model import ModelConfig, MoEModel
 

@@ -8,8 +8,6 @@ permissive licence: only their held-out documents are shipped as samples.
 from dataclasses import dataclass
 from typing import Any
 
-DOMAINS = ("prose", "code", "math", "manuals")
-
 
 @dataclass(frozen=True, slots=True)
 class Source:

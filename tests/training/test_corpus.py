@@ -7,9 +7,10 @@ import zipfile
 import numpy as np
 import pytest
 
+from edgemoe.data import DOMAINS
 from edgemoe.training import corpus, extract
 from edgemoe.training.clean import acceptable, clean, drop_repeated_lines, near_key, pieces
-from edgemoe.training.sources import DOMAINS, SOURCES
+from edgemoe.training.sources import SOURCES
 
 WORDS = "the miller of the village went to market and sold a sack of flour for what it was worth in the autumn "
 
