@@ -4,11 +4,12 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from edgemoe.errors import UserError
-from edgemoe.units import parse_count, shown
 
 
 def layer_option(text: str | None) -> int | str | None:
     """`--layer`: a layer's number, "all", or None where the option was left out."""
+    from edgemoe.units import parse_count, shown
+
     if text is None or text == "all":
         return text
     number = parse_count(text)
@@ -19,6 +20,8 @@ def layer_option(text: str | None) -> int | str | None:
 
 def count_option(name: str, text: str, what: str) -> int:
     """A whole number from 0; `what` is what it counts."""
+    from edgemoe.units import parse_count, shown
+
     number = parse_count(text)
     if number is None:
         raise UserError(f"{name} {shown(text)}: expected {what}")

@@ -75,11 +75,7 @@ def lfu(loads: np.ndarray, n_experts: int, capacity: int) -> int:
             continue
         if not resident[e]:
             misses += 1
-            if size == capacity:
-                resident[least(count, resident)] = False
-            else:
-                size += 1
-            resident[e] = True
+            size = admit(e, count, resident, size, capacity)
         count[e] += 1
     return misses
 
@@ -103,24 +99,25 @@ def score(loads: np.ndarray, n_experts: int, capacity: int) -> int:
                 continue
             if not resident[e]:
                 misses += 1
-                if size == capacity:
-                    resident[least(priority, resident)] = False
-                else:
-                    size += 1
-                resident[e] = True
+                size = admit(e, priority, resident, size, capacity)
             fast[e] += FAST_GAIN
             slow[e] += SLOW_GAIN
     return misses
 
 
 @kernel
-def least(priority: np.ndarray, resident: np.ndarray) -> int:
-    """The resident expert of lowest priority, ties to the lowest index."""
+def admit(e: int, priority: np.ndarray, resident: np.ndarray, size: int, capacity: int) -> int:
+    """Make e resident, in place of the resident of lowest priority (ties: lowest index) if full; the new size."""
+    if size < capacity:
+        resident[e] = True
+        return size + 1
     best = -1
     for j in range(len(resident)):
         if resident[j] and (best < 0 or priority[j] < priority[best]):
             best = j
-    return best
+    resident[best] = False
+    resident[e] = True
+    return size
 
 
 @kernel
