@@ -133,9 +133,9 @@ def _products(seconds: float | None, quiet: bool) -> Products:
     plan = ggml_probe.ProductPlan()
     if seconds is not None:
         plan = ggml_probe.quick_plan()
-        # Each type is measured as experts and dense, and writing its weights takes as long again.
-        each = min(max(seconds / (4 * len(plan.types)), 0), plan.effort.seconds)
-        plan = replace(plan, effort=replace(plan.effort, seconds=each))
+        # Writing the weights, and nodes without weights, take about as long as two rounds.
+        left = min(max(seconds / 2, 0), plan.effort.seconds)
+        plan = replace(plan, effort=replace(plan.effort, seconds=left))
     with progress("multiplying by experts", ggml_probe.n_rounds(plan), "rounds", quiet) as advance:
         return ggml_probe.probe_products(plan, advance)
 

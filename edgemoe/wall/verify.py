@@ -71,7 +71,7 @@ def verify(
     context = PROMPT + TOKENS // 2
     predicted = predict_cpu_decode(model, costs_of(profile, threads), context)
     _check_room(model)
-    rate, expert = _reference(model, profile, predicted.threads)
+    rate, expert = _reference(model, profile, predicted)
     with Decoder(model.files[0], threads) as decoder, again(rate, expert) as measure_again:
         decoder.round()
         measured = settle({"decode": decoder.round, "reference": measure_again}, effort, advance)
@@ -90,12 +90,13 @@ def n_rounds(effort: Effort = EFFORT) -> int:
     return 2 * effort.most
 
 
-def _reference(model: Model, profile: Profile, threads: int) -> tuple[ExpertRate, bool]:
-    """A rate of the profile that decoding depends on: of the model's own experts if it was measured."""
+def _reference(model: Model, profile: Profile, predicted: CpuDecode) -> tuple[ExpertRate, bool]:
+    """A rate of the profile that the prediction stands on: of the model's own experts, or of what stood in for them."""
     rates = [(rate, True) for rate in profile.cpu_experts] + [(rate, False) for rate in profile.cpu_dense]
-    rates = [(rate, expert) for rate, expert in rates if rate.threads == threads]
-    own = [(rate, expert) for rate, expert in rates if rate.type == model.geometry.expert_type]
-    return (own or rates)[0]
+    rates = [(rate, expert) for rate, expert in rates if rate.threads == predicted.threads]
+    kind = model.geometry.expert_type
+    wanted = (kind, *predicted.estimated.get(kind, ()))
+    return next(((rate, expert) for rate, expert in rates if rate.type in wanted), rates[0])
 
 
 def _check_room(model: Model) -> None:
