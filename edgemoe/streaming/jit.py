@@ -9,6 +9,7 @@ import numba
 
 from edgemoe.llamacpp import native
 from edgemoe.policy import algorithm1
+from edgemoe.policy._jit import source_digest
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -22,16 +23,17 @@ def kernel(function: F) -> F:
     try:
         compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
         file = compiled._cache._cache_file
-        file._source_stamp = (file._source_stamp, _SOURCES)
+        file._source_stamp = (file._source_stamp, SOURCES)
     except (RuntimeError, AttributeError):  # no writable directory, or a numba whose cache looks different
         compiled = numba.njit(nogil=True, error_model="numpy")(function)
     return compiled  # type: ignore[no-any-return]
 
 
 def _stamp() -> str:
-    folders = [Path(__file__).parent, Path(str(algorithm1.__file__)).parent]
-    files = [path for folder in folders for path in sorted(folder.glob("*.py"))]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in [*files, Path(str(native.__file__))])).hexdigest()
+    here = Path(__file__).parent
+    own = b"".join((here / f"{name}.py").read_bytes() for name in ("jit", "pregate", "reads", "step", "words"))
+    others = [source_digest(Path(str(module.__file__)).parent) for module in (algorithm1, native)]
+    return hashlib.sha256(own + "".join(others).encode()).hexdigest()
 
 
-_SOURCES = _stamp()
+SOURCES = _stamp()

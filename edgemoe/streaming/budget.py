@@ -1,0 +1,81 @@
+"""How many slots a RAM budget buys: everything else first, by formula, so that a configuration always gives the same.
+
+What a process holds besides experts is not measured, because it varies by some MB from run to run, and with it the
+number of slots would vary, and with that what steered routing executes.
+"""
+
+from dataclasses import dataclass
+
+from edgemoe.errors import UserError
+from edgemoe.model import Model, Part
+from edgemoe.policy import Policy
+from edgemoe.streaming.skeleton import is_streamed
+from edgemoe.units import format_bytes
+
+RUNTIME_BYTES = 260 << 20  # the interpreter, llama.cpp, numba and its compiler
+KV_SCALE = {"f32": 2.0, "f16": 1.0, "bf16": 1.0, "q8_0": 34 / 64, "q4_0": 18 / 64}  # to two bytes a value
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of RAM: what is held whatever happens, what a chunk needs at once beyond the slots, and the slots."""
+
+    fixed: int
+    scratch: int
+    slots: int  # C
+    slot_bytes: int  # one slot in every MoE layer
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.scratch + self.slots * self.slot_bytes
+
+
+def fixed_bytes(model: Model, policy: Policy, *, n_ctx: int, chunk: int, kv_type: str) -> int:
+    """RAM without experts: the process, all other weights, KV cache, llama.cpp's work buffer, logits, pre-gates."""
+    geometry = model.geometry
+    dense = sum(t.nbytes for t in model.tensors if not is_streamed(t) and t.part is not Part.UNUSED)
+    experts = geometry.top_k * 2 * (geometry.d_expert + geometry.d_model)
+    widest = max(geometry.n_vocab + 2 * geometry.d_model, experts)
+    work = chunk * (4 * widest + 2 * sum(geometry.kv.cells(n_ctx)))
+    logits = chunk * geometry.n_vocab * 4
+    rows = geometry.n_moe_layers * geometry.n_experts * 4
+    decisions = rows * (geometry.d_model + chunk if policy.needs_pregate else 0) + chunk * rows + 64 * rows
+    return RUNTIME_BYTES + dense + round(geometry.kv.at(n_ctx) * KV_SCALE[kv_type]) + work + logits + decisions
+
+
+def budget(
+    model: Model,
+    policy: Policy,
+    *,
+    fixed: int,
+    expert_bytes: list[int],  # [L]: an expert in whole pages
+    chunk: int,
+    ram: int | None = None,
+    slots: int | None = None,
+) -> Budget:
+    """The most slots per layer that `ram` holds, or what `slots` need; with both, they must fit.
+
+    A chunk of tokens may execute every expert of a layer, and has them in RAM while that layer runs: what exceeds the
+    slots is scratch, of one layer at a time. Raises `UserError`, with the minimum, where the budget is too small.
+    """
+    n_experts, top_k = model.geometry.n_experts, model.geometry.top_k
+    widest, slot = max(expert_bytes), sum(expert_bytes)
+
+    def need(count: int) -> Budget:
+        executed = min(n_experts, chunk * top_k)
+        return Budget(fixed, (max(executed - count, 0) + policy.insertions) * widest, count, slot)
+
+    least = slots or max(top_k, policy.window)
+    if ram is None:
+        return need(least if slots else n_experts)
+    if need(least).total > ram:
+        what = f"{slots} slots per layer" if slots else f"the {least} slots per layer that one token needs"
+        raise UserError(
+            f"{model.path}: {format_bytes(ram)} of RAM are too little: {what}, in chunks of {chunk}, need "
+            f"{format_bytes(need(least).total)}: give at least that, or a smaller context or chunk"
+        )
+    if slots:
+        return need(slots)
+    return max(
+        (need(count) for count in range(least, n_experts + 1) if need(count).total <= ram), key=lambda b: b.slots
+    )

@@ -1,0 +1,185 @@
+"""The hub whose callback decides: it lays out what `step` works on, from the model's graph, policy and calibration."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgemoe.errors import UserError
+from edgemoe.llamacpp import native
+from edgemoe.llamacpp.graph import Gate, Reading, Router
+from edgemoe.llamacpp.hub import Hub, Tap
+from edgemoe.model import Model
+from edgemoe.policy import LogicalCache, Policy
+from edgemoe.streaming import reads, step
+from edgemoe.streaming import words as w
+from edgemoe.streaming.store import ExpertStore
+from edgemoe.streaming.weights import load_weight
+
+_COMPLAINTS = {
+    w.WRONG_IDS: "chose experts that do not exist",
+    w.WRONG_ROWS: "did not choose for every token",
+}
+
+
+class Decider(Hub):
+    """The eval callback of a streaming session. `plan` makes it decide; until then it is a plain hub."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+        self.state = np.append(self.state, np.zeros(step.STATE_WORDS - native.STATE_WORDS, np.int64))
+        self.callback = step.callback_address()
+        self.ctl = np.zeros(w.CTL_WORDS, np.int64)
+        self.state[step.STREAM] = self.ctl.ctypes.data
+        self._store: ExpertStore | None = None
+
+    def check(self, routers: Sequence[Router], policy: Policy) -> None:
+        """Raise `UserError`, with what works instead, where the graph lacks what the policy needs."""
+        name = self.model.path
+        if policy.elide:
+            raise UserError(f"{name}: gate elision cannot be done in llama.cpp, which executes k experts: leave it out")
+        layers = [router.layer for router in routers]
+        if tuple(layers) != self.model.geometry.moe_layers:
+            raise UserError(
+                f"{name}: its graph routes in layers {layers}, the file has {self.model.geometry.moe_layers}"
+            )
+        for at, router in enumerate(routers):
+            if policy.needs_scores and not isinstance(router.scores, Reading):
+                raise UserError(
+                    f"{name}: layer {router.layer} ranks no scores that could be steered ({router.scores}): "
+                    "use an exact policy (exact-lru, exact-score)"
+                )
+            feeds = at + 1 < len(routers) and layers[at + 1] == router.layer + 1
+            gates = [router.gate, routers[at + 1].gate] if feeds else []
+            for gate in gates if policy.needs_pregate else []:
+                if not isinstance(gate, Gate):
+                    raise UserError(
+                        f"{name}: no pre-gate can be formed at layer {router.layer} ({gate}): use a policy without "
+                        "pre-gate prefetch (exact-lru, exact-score)"
+                    )
+
+    def plan(
+        self,
+        routers: Sequence[Router],
+        cache: LogicalCache,
+        store: ExpertStore,
+        rows: int,
+        *,
+        has_prior: bool = False,
+        record: bool = False,
+    ) -> None:
+        """Decide with `cache` and read with `store` from now on, at most `rows` tokens per decode."""
+        policy, n_layers, n_experts = cache.policy, len(routers), self.model.geometry.n_experts
+        self._store, self._cache, self._top_k = store, cache, max(router.top_k for router in routers)
+        self._layers = [router.layer for router in routers]
+        self._rows = np.zeros((n_layers, w.ROW_WORDS), np.int64)
+        self._weights: list[np.ndarray] = []
+        taps: list[Tap] = []
+        wants_scores = policy.needs_scores or (record and all(isinstance(r.scores, Reading) for r in routers))
+        for at, (row, router) in enumerate(zip(self._rows, routers, strict=True)):
+            row[w.TOPK_TAP] = _tap(taps, router.topk)
+            row[[w.SCORES_TAP, w.MASK_TAP, w.INPUT_TAP]] = -1
+            row[w.EXPERT_BYTES], row[w.TOP_K] = self.model.geometry.expert_bytes[at], router.top_k
+            if wants_scores and isinstance(router.scores, Reading):
+                row[w.SCORES_TAP] = _tap(taps, router.scores)
+                row[w.MASK_TAP] = _tap(taps, router.mask) if router.mask else -1
+            if policy.needs_pregate and at + 1 < n_layers and self._layers[at + 1] == router.layer + 1:
+                gate = routers[at + 1].gate
+                assert isinstance(router.gate, Gate) and isinstance(gate, Gate)
+                row[w.INPUT_TAP] = _tap(taps, router.gate.product, of_input=True)
+                self._form(self._rows[at + 1], gate)
+        self.install(taps, rows)
+        self.prior = np.zeros((rows, n_layers, n_experts) if has_prior else (0, n_layers, n_experts), np.float32)
+        self._pregates = np.zeros((n_layers, rows, n_experts) if policy.needs_pregate else (0, 0, 0), np.float32)
+        recorded = rows if record else 0
+        self._executed = np.zeros((n_layers, recorded, self._top_k), np.int32)
+        self._counts = np.zeros((n_layers, recorded, 2), np.int32)
+        self._copies = np.zeros((n_layers, recorded, 2, n_experts), np.int32)
+        self._needed = np.zeros(n_experts, np.uint8)
+        self._asked = np.zeros((n_layers, n_experts), np.uint8)
+        self._prepared = np.zeros(n_layers, np.int64)
+        ctl = self.ctl
+        ctl[w.STORE], ctl[w.BLOCK] = store.ctl.ctypes.data, cache.block.ctypes.data
+        ctl[[w.LAYERS, w.EXPERTS, w.CAPACITY]] = n_layers, n_experts, rows
+        ctl[w.MODE] = w.SELECT if policy.needs_scores else w.OBSERVE
+        for word, array in (
+            (w.PRIOR, self.prior),
+            (w.ROUTING_OUT, self._executed),
+            (w.COUNTS_OUT, self._counts),
+            (w.COPIES_OUT, self._copies),
+            (w.PREGATE_OUT, self._pregates),
+            (w.ROWS, self._rows),
+            (w.NEEDED, self._needed),
+            (w.ASKED, self._asked),
+            (w.PREPARED, self._prepared),
+        ):
+            ctl[word] = array.ctypes.data if array.size else 0
+
+    def _form(self, row: np.ndarray, gate: Gate) -> None:
+        """The pre-gate of the layer that `row` describes."""
+        weight = load_weight(self.model, gate.weight)
+        self._weights.append(weight)
+        row[w.WEIGHT], row[w.WIDTH], row[w.STEPS] = weight.ctypes.data, weight.shape[1], len(gate.steps)
+        if len(gate.steps) > w.MAX_STEPS:
+            raise UserError(f"{self.model.path}: its router has {len(gate.steps)} steps: use a policy without pre-gate")
+        for i, (name, operand) in enumerate(gate.steps):
+            row[w.FIRST_STEP + 2 * i] = w.STEP_CODES[name]
+            if operand:
+                self._weights.append(load_weight(self.model, operand).ravel())
+                row[w.FIRST_STEP + 2 * i + 1] = self._weights[-1].ctypes.data
+        if gate.groups:
+            row[[w.GROUPS, w.GROUPS_USED, w.OF_SOFTMAX]] = gate.groups.count, gate.groups.used, gate.groups.of_softmax
+
+    def begin(self, tokens: int) -> None:
+        """Before a decode of so many tokens. What an earlier one prepared is void, and what it asked for counts no
+        more: its cache was restored."""
+        self.ctl[w.TOKENS], self.ctl[w.COMPLAINT] = tokens, 0
+        self._prepared[:] = 0
+
+    def forget_asked(self) -> None:
+        """After an undone decode: prefetches that it asked for are nobody's."""
+        self._asked[:] = 0
+
+    def complaint(self) -> UserError | None:
+        """Why the last decode stopped, if the callback stopped it; failed reads are the store's to explain."""
+        found = _COMPLAINTS.get(int(self.ctl[w.COMPLAINT]))
+        layer = self._layers[int(self.ctl[w.COMPLAINT_LAYER])]
+        return (
+            UserError(f"{self.model.path}: layer {layer} {found}: streaming does not fit this model") if found else None
+        )
+
+    @property
+    def failed(self) -> bool:
+        """Whether the callback stopped the last decode."""
+        return bool(self.ctl[w.COMPLAINT])
+
+    def record(self, tokens: int) -> dict[str, np.ndarray]:
+        """What the last decode decided, from: executed [L, T, k], counts [L, T, 2] and copies [L, T, 2, E] of parts 1
+        and 2, and scores and pregate [L, T, E] where the policy has them (copies)."""
+        out = {
+            "executed": self._executed[:, :tokens].copy(),
+            "counts": self._counts[:, :tokens].copy(),
+            "copies": self._copies[:, :tokens].copy(),
+        }
+        if (self._rows[:, w.SCORES_TAP] >= 0).all():
+            out["scores"] = np.stack([self.rows(int(tap))[:tokens] for tap in self._rows[:, w.SCORES_TAP]])
+        if self._pregates.size:
+            out["pregate"] = self._pregates[:, :tokens].copy()
+        return out
+
+    @property
+    def has_pregate(self) -> np.ndarray:
+        """[L]: whether a layer's pre-gate is formed."""
+        return self._rows[:, w.WEIGHT] != 0
+
+    def stop(self) -> None:
+        super().stop()
+        if self._store is not None:
+            reads.stop(self._store.ctl, reads.ABORT)
+
+
+def _tap(taps: list[Tap], at: Reading, of_input: bool = False) -> int:
+    tap = Tap(at, of_input)
+    if tap not in taps:
+        taps.append(tap)
+    return taps.index(tap)

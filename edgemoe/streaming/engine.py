@@ -1,0 +1,348 @@
+"""`StreamingEngine`: stock llama.cpp with its experts on the SSD, as an engine that generation can drive.
+
+engine = StreamingEngine("model.gguf", ram=6_000_000_000)
+logits = engine.prefill(engine.tokenize(b"Once upon a time"))
+logits = engine.decode(int(logits.argmax()))
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edgemoe.errors import UserError
+from edgemoe.generation.engine import EngineStats
+from edgemoe.llamacpp.graph import Router, find_routers
+from edgemoe.llamacpp.layout import Tensor as GraphTensor
+from edgemoe.llamacpp.reserve import SkeletonSession
+from edgemoe.llamacpp.resident import DEFAULT_CTX, KV_TYPES
+from edgemoe.llamacpp.session import default_threads
+from edgemoe.llamacpp.vocabulary import Vocabulary
+from edgemoe.model import Model, read_model
+from edgemoe.policy import LogicalCache, Policy
+from edgemoe.progress import Advance, no_progress
+from edgemoe.streaming import words as w
+from edgemoe.streaming.budget import Budget, budget, fixed_bytes
+from edgemoe.streaming.decider import Decider
+from edgemoe.streaming.memory import held_bytes
+from edgemoe.streaming.skeleton import Skeleton, is_streamed
+from edgemoe.streaming.store import DEFAULT_READERS, ExpertStore
+from edgemoe.units import Residency
+
+if TYPE_CHECKING:
+    from edgemoe.calibration import Calibration
+
+DEFAULT_CHUNK = 128
+
+
+class StreamingEngine:
+    """An `edgemoe.generation.engine.Engine` that reads experts when they are needed. Linux, CPU.
+
+    ram: bytes that the process may hold (RssAnon and shared memory). residency: slots per layer instead of that, or
+    within it; with neither, every expert has a slot. calibration: warm set, bonus scale and token prior of this model;
+    without it the warm set is experts 0 … C − 1, the scale is a running mean and there is no prior. A warm expert is
+    read when it is first used. chunk: tokens of a prompt that are decoded at once; it changes what steered policies
+    decide. readers: reads in flight. verify_reads: read each slice twice and compare. record: keep each decision
+    (`records`). read_delay (seconds): slow reads down, unevenly, as tests do. `advance` is told of the bytes that
+    loading copies: `edgemoe.streaming.skeleton.dense_bytes` in all.
+
+    With an exact policy the logits are bit-identical to `ResidentEngine(…, repack=False, all_rows=True)` of the same
+    ubatch size and threads. Raises `UserError` for a model that is no mixture of experts or whose graph is not as
+    streaming needs it, for a policy that it does not allow, and for a budget that is too small, with the minimum.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        policy: Policy | None = None,
+        ram: int | None = None,
+        residency: Residency | None = None,
+        calibration: "Calibration | None" = None,
+        n_ctx: int | None = None,
+        n_threads: int | None = None,
+        readers: int = DEFAULT_READERS,
+        chunk: int = DEFAULT_CHUNK,
+        kv_type: str = "f16",
+        verify_reads: bool = False,
+        record: bool = False,
+        read_delay: float = 0,
+        advance: Advance = no_progress,
+    ) -> None:
+        if kv_type not in KV_TYPES:
+            raise UserError(f"KV type {kv_type!r} is not one of {', '.join(KV_TYPES)}")
+        if not 1 <= chunk <= 512:
+            raise UserError(f"a chunk of {chunk} tokens: expected 1 to 512")
+        self.model = model = _streamable(read_model(path))
+        geometry = model.geometry
+        n_ctx = n_ctx or min(DEFAULT_CTX, geometry.n_ctx or DEFAULT_CTX)
+        self.chunk = chunk = min(chunk, n_ctx)
+        self.n_threads = n_threads or default_threads()
+        self._calibration = calibration
+        self.policy = policy = _completed(policy or Policy(), calibration)
+        self._record = record
+        self.records: list[dict[str, np.ndarray]] = []
+        self._position = self._tokens = 0
+        self._seconds = 0.0
+        self._session: SkeletonSession | None = None
+        self._store = ExpertStore(model, readers=readers, verify=verify_reads, delay=read_delay)
+        try:
+            sizes = [self._store.bytes_of(row) for row in range(geometry.n_moe_layers)]
+            fixed = fixed_bytes(model, policy, n_ctx=n_ctx, chunk=chunk, kv_type=kv_type)
+            slots = residency.slots(geometry.n_experts, sum(sizes)) if residency else None
+            self.budget: Budget = budget(
+                model, policy, fixed=fixed, expert_bytes=sizes, chunk=chunk, ram=ram, slots=slots
+            )
+            policy.check(geometry.n_experts, geometry.top_k, self.budget.slots)
+            self._load(n_ctx, kv_type, advance)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, n_ctx: int, kv_type: str, advance: Advance) -> None:
+        self._decider = Decider(self.model)
+        with Skeleton(self.model, advance) as skeleton:
+            self._session = SkeletonSession(
+                self.model.path,
+                skeleton.paths,
+                kv_type=KV_TYPES[kv_type],
+                hub=self._decider,
+                n_ctx=n_ctx,
+                n_batch=self.chunk,
+                n_ubatch=self.chunk,
+                n_threads=self.n_threads,
+            )
+        self._vocabulary = Vocabulary(self._session.model)
+        routers = self._survey()
+        self._decider.check(routers, self.policy)
+        known = self._calibration
+        self._cache = LogicalCache(
+            self.policy,
+            n_layers=len(routers),
+            n_experts=self.model.geometry.n_experts,
+            top_k=[router.top_k for router in routers],
+            capacity=self.budget.slots,
+            delta=known.delta if known else None,
+            warm=known.warm if known else None,
+        )
+        prior = known is not None and (self.policy.eviction == "score" or self.policy.prefetch == "token-prior")
+        self._decider.plan(routers, self._cache, self._store, self.chunk, has_prior=prior, record=self._record)
+
+    def _survey(self) -> list[Router]:
+        """Decode one token without experts to see the graph; then point its expert tensors at the store."""
+        session, decider = self._session, self._decider
+        assert session is not None
+        with decider.survey():
+            session.decode([0])
+        nodes = decider.nodes()
+        routers = find_routers(nodes)
+        products = [node.source(0) for node in nodes if node.op == "MUL_MAT_ID"]
+        left = dict(self._store.addresses)
+        for weight in products:
+            if weight.name not in self._store.addresses:
+                raise UserError(
+                    f"{self.model.path}: its graph multiplies by {weight.name or weight.op}, which is no "
+                    "tensor of experts that edgemoe knows: streaming does not fit this model"
+                )
+            GraphTensor.from_address(weight.pointer).data = left.pop(weight.name, weight.tensor.data)
+        if left:
+            raise UserError(f"{self.model.path}: its graph does not use {next(iter(left))}: streaming does not fit it")
+        session.clear()
+        session.drop_window()
+        return [routers[layer] for layer in sorted(routers)]
+
+    @property
+    def description(self) -> str:
+        assert self._session is not None
+        return self._session.description
+
+    @property
+    def n_vocab(self) -> int:
+        return self._vocabulary.size
+
+    @property
+    def n_ctx(self) -> int:
+        assert self._session is not None
+        return self._session.n_ctx
+
+    @property
+    def position(self) -> int:
+        return self._position
+
+    @property
+    def capacity(self) -> int:
+        """C: slots per layer."""
+        return self.budget.slots
+
+    @property
+    def direct(self) -> bool:
+        """Whether reads pass the page cache by; if not, what they leave there is dropped at once."""
+        return self._store.direct
+
+    @property
+    def has_pregate(self) -> np.ndarray:
+        """[L]: whether a layer's pre-gate is formed under this policy."""
+        return self._decider.has_pregate
+
+    @property
+    def config_hash(self) -> str:
+        """Twelve hex digits that name what decides the tokens: policy, slots, chunk, threads, KV size, calibration."""
+        known = self._calibration
+        text = json.dumps(
+            {
+                "model": self.model.geometry.name,
+                "policy": self.policy.hash,
+                "slots": self.capacity,
+                "chunk": self.chunk,
+                "threads": self.n_threads,
+                "context": self.n_ctx,
+                "calibration": hashlib.sha256(known.warm.tobytes() + known.delta.tobytes()).hexdigest()
+                if known
+                else "",
+            },
+            sort_keys=True,
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def bos(self) -> int | None:
+        return self._vocabulary.bos
+
+    @property
+    def eos_tokens(self) -> frozenset[int]:
+        return self._vocabulary.eos_tokens
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._vocabulary.chat_template
+
+    def special_text(self, name: str) -> str:
+        return self._vocabulary.special_text(name)
+
+    def tokenize(self, text: bytes, *, special: bool = False) -> np.ndarray:
+        return self._vocabulary.tokenize(text, special=special)
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        return self._vocabulary.piece(token, special=special)
+
+    def prefill(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        count = len(tokens)
+        if self._position + count > self.n_ctx:
+            held = f" after {self._position:,}" if self._position else ""
+            raise UserError(f"{count:,} tokens{held} do not fit into a context of {self.n_ctx:,}: give a larger one")
+        assert self._session is not None
+        start = time.perf_counter()
+        try:
+            for at in range(0, count, self.chunk):
+                self._advance(np.asarray(tokens[at : at + self.chunk], np.int32))
+            return np.asarray(self._session.last_logits())
+        finally:
+            self._seconds += time.perf_counter() - start
+
+    def decode(self, token: int) -> np.ndarray:
+        return self.prefill([token])
+
+    def _advance(self, tokens: np.ndarray) -> None:
+        """Decode a chunk: all of it, or nothing of it happened (but for bytes that were read)."""
+        session, decider, count = self._session, self._decider, len(tokens)
+        assert session is not None
+        self._store.check_files()
+        before = self._cache.block.copy()
+        if len(decider.prior):
+            assert self._calibration is not None
+            for t, token in enumerate(tokens.tolist()):
+                decider.prior[t] = self._calibration.prior_row(token)
+        decider.begin(count)
+        try:
+            with decider.capture():
+                session.decode(tokens, self._position)
+            if decider.failed:
+                raise self._store.settle() or decider.complaint() or UserError("a read was given up: decode again")
+        except BaseException:
+            self._store.settle()
+            self._cache.block[:] = before
+            decider.forget_asked()
+            self._position = session.forget(self._position)
+            raise
+        if self._record:
+            self.records.append({"tokens": tokens.copy(), **decider.record(count)})
+        self._position += count
+        self._tokens += count
+
+    def rewind(self, position: int) -> int:
+        assert 0 <= position <= self._position and self._session is not None
+        if position < self._position:
+            self._position = self._session.forget(position)
+        return self._position
+
+    def reset(self) -> None:
+        assert self._session is not None
+        self._session.clear()
+        self._cache.reset()
+        self._position = 0
+
+    def stats(self) -> EngineStats:
+        ctl = self._decider.ctl
+        wait, policy = float(ctl[w.WAIT_NS] / 1e9), float(ctl[w.POLICY_NS] / 1e9)
+        return EngineStats(
+            tokens=self._tokens,
+            seconds=self._seconds,
+            compute_s=max(self._seconds - wait - policy, 0.0),
+            demand_wait_s=wait,
+            policy_s=policy,
+            loads=int(ctl[w.LOADS]),
+            hits=int(ctl[w.LOADS] - ctl[w.MISSES]),
+            demand_reads=int(ctl[w.DEMAND_READS]),
+            demand_bytes=int(ctl[w.DEMAND_BYTES]),
+            prefetch_reads=int(ctl[w.PREFETCH_READS]),
+            prefetch_bytes=int(ctl[w.PREFETCH_BYTES]),
+            prefetch_in_time=int(ctl[w.IN_TIME]),
+            prefetch_late=int(ctl[w.LATE]),
+            prefetch_unused=int(ctl[w.UNUSED]),
+            ram_bytes=held_bytes(),
+        )
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        self._store.close()
+
+    def __enter__(self) -> "StreamingEngine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _streamable(model: Model) -> Model:
+    """The model, or a `UserError` for one whose experts cannot be streamed, with what works instead."""
+    geometry = model.geometry
+    if model.format != "GGUF":
+        raise UserError(f"{model.path}: streaming needs a GGUF file, this is {model.format}: convert it")
+    if not geometry.is_moe:
+        raise UserError(f"{model.path}: a dense model, without experts to stream: run it without --ram")
+    for layer in geometry.moe_layers:
+        found = [t for t in model.expert_tensors(layer) if is_streamed(t)]
+        if not found or any(t.nbytes % geometry.n_experts or t.shape[0] != geometry.n_experts for t in found):
+            raise UserError(
+                f"{model.path}: the experts of layer {layer} are not stacked in tensors of {geometry.n_experts}: "
+                "convert the model again, or run it without --ram"
+            )
+    return model
+
+
+def _completed(policy: Policy, calibration: Any) -> Policy:
+    """Without a calibration, a fixed bonus scale becomes a running one."""
+    from dataclasses import replace
+
+    if calibration is None and policy.uses_bonus and policy.scale == "fixed":
+        return replace(policy, scale="running")
+    return policy

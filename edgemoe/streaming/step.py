@@ -1,0 +1,282 @@
+"""One layer's turn inside llama.cpp's eval callback: decide, queue reads, look one layer ahead, wait for the bytes.
+
+`on_node` is the base callback of `edgemoe.llamacpp.native` (it copies the rows of wanted nodes) with `turn` after it,
+at the node that holds a layer's choice. llama.cpp executes that layer's experts when it returns. Exact routing never
+writes into the graph; the others overwrite the chosen ids, and the mixing weights are gathered from the router's own
+probabilities all the same.
+
+A decode of one token prepares the next layer's step (priorities, part 1 of Algorithm 1, prefetch reads) as soon as its
+pre-gate can be formed. A chunk of several tokens goes through both parts for each token in turn, layer by layer, and
+each expert that any of its tokens executes is read once.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import carray, types
+
+from edgemoe.llamacpp import native
+from edgemoe.llamacpp.layout import Tensor
+from edgemoe.llamacpp.native import _SRC, _TENSOR_WORDS, _ask, _copy, _find, _pointer, _words
+from edgemoe.policy import algorithm1
+from edgemoe.policy._jit import c_callback
+from edgemoe.policy.state import EXACT, NO_PREFETCH, PRE_GATE, attach
+from edgemoe.streaming import reads
+from edgemoe.streaming import words as w
+from edgemoe.streaming.jit import SOURCES, kernel
+from edgemoe.streaming.pregate import pregate
+
+STREAM = native.STATE_WORDS  # the word of the hub's state that holds the address of `ctl`
+STATE_WORDS = native.STATE_WORDS + 1
+
+_NB, _DATA = Tensor.nb.offset // 8, Tensor.data.offset // 8
+_OFF, _TAPS, _STOP, _MODE, _TABLE, _ERROR = (
+    native.OFF,
+    native.TAPS,
+    native.STOP,
+    native.MODE,
+    native.TABLE,
+    native.ERROR,
+)
+
+
+@kernel
+def _row(ctl, layer):  # type: ignore[no-untyped-def]
+    return _words(ctl[w.ROWS] + 8 * w.ROW_WORDS * layer, w.ROW_WORDS)
+
+
+@kernel
+def _tap(state, index):  # type: ignore[no-untyped-def]
+    return _words(state[_TAPS] + index * native.TAP_WORDS * 8, native.TAP_WORDS)
+
+
+@kernel
+def _tap_row(state, index, t):  # type: ignore[no-untyped-def]
+    """The values of tap `index` for token t, float32."""
+    tap = _tap(state, index)
+    width = tap[native.WIDTH]
+    return carray(_pointer(tap[native.DESTINATION] + 4 * width * t), (width,), np.float32)
+
+
+@kernel
+def _grid_row(address, ctl, layer, t, width):  # type: ignore[no-untyped-def]
+    """Row (layer, t) of a float32 or int32 grid [L, CAPACITY, width]: its address."""
+    return address + 4 * width * (layer * ctl[w.CAPACITY] + t)
+
+
+@kernel
+def _scores(state, row, t):  # type: ignore[no-untyped-def]
+    """What selection ranks for token t, group mask included."""
+    z = _tap_row(state, row[w.SCORES_TAP], t)
+    if row[w.MASK_TAP] >= 0:
+        masked = _tap_row(state, row[w.MASK_TAP], t)
+        for e in range(len(z)):
+            if masked[e] == -np.inf:
+                z[e] = -np.inf
+    return z
+
+
+@kernel
+def _begin(ctl, state, c, layer, t):  # type: ignore[no-untyped-def]
+    """Freeze the priorities of a layer for token t, and part 1. Returns how many experts it inserted."""
+    experts = ctl[w.EXPERTS]
+    if ctl[w.PRIOR] != 0:
+        prior = carray(_pointer(ctl[w.PRIOR]), (ctl[w.CAPACITY], ctl[w.LAYERS], experts), np.float32)
+        for e in range(experts):
+            c.prior[layer, e] = prior[t, layer, e]
+    algorithm1.freeze(c, layer)
+    if c.prefetch == NO_PREFETCH:
+        return 0
+    if c.prefetch == PRE_GATE:
+        row = _row(ctl, layer)
+        if row[w.WEIGHT] == 0:
+            return 0
+        place = _grid_row(ctl[w.PREGATE_OUT], ctl, layer, t, experts)
+        g = carray(_pointer(place), (experts,), np.float32)
+        pregate(row, _tap_row(state, _row(ctl, layer - 1)[w.INPUT_TAP], t), g)
+        algorithm1.prefetch(c, layer, g)
+    else:
+        algorithm1.prefetch(c, layer, c.biased)
+    _note_copies(ctl, c, layer, t, 0)
+    return c.n_copies[0]
+
+
+@kernel
+def _note_copies(ctl, c, layer, t, part):  # type: ignore[no-untyped-def]
+    """For the record: how many copies part 1 (0) or part 2 (1) made, and of which experts."""
+    if ctl[w.COPIES_OUT] == 0:
+        return
+    counts = carray(_pointer(_grid_row(ctl[w.COUNTS_OUT], ctl, layer, t, 2)), (2,), np.int32)
+    counts[part] = c.n_copies[0]
+    experts = ctl[w.EXPERTS]
+    copies = carray(_pointer(_grid_row(ctl[w.COPIES_OUT], ctl, layer, t, 2 * experts)), (2 * experts,), np.int32)
+    for i in range(c.n_copies[0]):
+        copies[part * experts + i] = c.copy_expert[i]
+
+
+@kernel
+def _decide(ctl, state, c, layer, t, ids):  # type: ignore[no-untyped-def]
+    """Part 2 for token t, whose chosen ids [k] int32 lie in the graph; writes them where the policy steers."""
+    row = _row(ctl, layer)
+    k = row[w.TOP_K]
+    if ctl[w.MODE] == w.SELECT:
+        m = algorithm1.select(c, layer, _scores(state, row, t))
+        if c.routing == EXACT:
+            m = k
+    else:
+        algorithm1.observe(c, layer, ids)
+        m = k
+    _note_copies(ctl, c, layer, t, 1)
+    ctl[w.LOADS] += m
+    ctl[w.MISSES] += c.n_copies[0]
+    if c.routing != EXACT:
+        for i in range(m):
+            ids[i] = c.executed[i]
+    if ctl[w.ROUTING_OUT] != 0:
+        out = carray(_pointer(_grid_row(ctl[w.ROUTING_OUT], ctl, layer, t, k)), (k,), np.int32)
+        for i in range(k):
+            out[i] = ids[i]
+
+
+@kernel
+def _trim(ctl, c, layer):  # type: ignore[no-untyped-def]
+    """A chunk executes more experts than the cache holds: give those back once their layer has run."""
+    store, experts = _words(ctl[w.STORE], reads.CTL_WORDS), ctl[w.EXPERTS]
+    state = reads.table(store, reads.STATE)
+    for e in range(experts):
+        if state[layer * experts + e] == reads.PRESENT and c.slot_of[layer, e] < 0:
+            reads.release(store, layer, e)
+
+
+@kernel
+def _mirror(ctl, c, layer, needed, asked):  # type: ignore[no-untyped-def]
+    """Let the store follow: give back what is neither resident nor needed, queue what is needed and not there."""
+    store, experts = _words(ctl[w.STORE], reads.CTL_WORDS), ctl[w.EXPERTS]
+    at = reads.table(store, reads.STATE)[layer * experts : (layer + 1) * experts]
+    size = _row(ctl, layer)[w.EXPERT_BYTES]
+    for e in range(experts):
+        if at[e] == reads.PRESENT and needed[e] == 0 and c.slot_of[layer, e] < 0:
+            reads.release(store, layer, e)
+    reads.lock(store)
+    for e in range(experts):
+        if asked[e]:  # prefetched for this step
+            if needed[e] == 0:
+                ctl[w.UNUSED] += 1
+            elif at[e] == reads.PRESENT:
+                ctl[w.IN_TIME] += 1
+            elif at[e] == reads.READING:
+                ctl[w.LATE] += 1
+        if needed[e] and (at[e] == reads.ABSENT or at[e] == reads.QUEUED):
+            if at[e] == reads.QUEUED:  # promoted: a demand read after all
+                ctl[w.PREFETCH_READS] -= 1
+                ctl[w.PREFETCH_BYTES] -= size
+            reads.put(store, reads.DEMAND, layer, e)
+            ctl[w.DEMAND_READS] += 1
+            ctl[w.DEMAND_BYTES] += size
+        elif at[e] == reads.QUEUED and needed[e] == 0 and c.slot_of[layer, e] < 0:
+            reads.withdraw(store, layer, e)
+            ctl[w.PREFETCH_READS] -= 1
+            ctl[w.PREFETCH_BYTES] -= size
+            if asked[e]:
+                ctl[w.UNUSED] -= 1
+        asked[e] = 0
+    reads.unlock_and_wake(store)
+
+
+@kernel
+def _prepare(ctl, state, c, layer, asked):  # type: ignore[no-untyped-def]
+    """The next layer's priorities and part 1, one layer early, and its reads behind all that is needed now."""
+    inserted = _begin(ctl, state, c, layer, 0)
+    _words(ctl[w.PREPARED], ctl[w.LAYERS])[layer] = 1
+    if inserted == 0:
+        return
+    store, experts = _words(ctl[w.STORE], reads.CTL_WORDS), ctl[w.EXPERTS]
+    at = reads.table(store, reads.STATE)[layer * experts : (layer + 1) * experts]
+    size = _row(ctl, layer)[w.EXPERT_BYTES]
+    _trim(ctl, c, layer)  # what part 1 evicted
+    reads.lock(store)
+    for i in range(inserted):
+        e = c.copy_expert[i]
+        if at[e] == reads.ABSENT and reads.put(store, reads.PREFETCH, layer, e):
+            asked[e] = 1
+            ctl[w.PREFETCH_READS] += 1
+            ctl[w.PREFETCH_BYTES] += size
+    reads.unlock_and_wake(store)
+
+
+@kernel
+def _turn(ctl, state, layer, tensor):  # type: ignore[no-untyped-def]
+    """One layer of one decode, at the node that holds its choice. False: do not go on."""
+    clock = np.empty(2, np.int64)
+    start = reads.now(clock)
+    experts, tokens = ctl[w.EXPERTS], ctl[w.TOKENS]
+    block = carray(_pointer(ctl[w.BLOCK]), (_words(ctl[w.BLOCK], 1)[0],), np.uint8)
+    c = attach(block)
+    row = _row(ctl, layer)
+    fields = _words(tensor, _TENSOR_WORDS)
+    k = row[w.TOP_K]
+    needed = carray(_pointer(ctl[w.NEEDED]), (experts,), np.uint8)
+    asked = carray(_pointer(ctl[w.ASKED]), (ctl[w.LAYERS], experts), np.uint8)
+    prepared = _words(ctl[w.PREPARED], ctl[w.LAYERS])
+    if _tap(state, row[w.TOPK_TAP])[native.FILLED] != tokens:
+        ctl[w.COMPLAINT], ctl[w.COMPLAINT_LAYER] = w.WRONG_ROWS, layer
+        return False
+    needed[:] = 0
+    for t in range(tokens):
+        ids = carray(_pointer(fields[_DATA] + t * fields[_NB + 1]), (k,), np.int32)
+        for i in range(k):
+            if ids[i] < 0 or ids[i] >= experts:
+                ctl[w.COMPLAINT], ctl[w.COMPLAINT_LAYER] = w.WRONG_IDS, layer
+                return False
+        if prepared[layer] == 0:
+            _begin(ctl, state, c, layer, t)
+        prepared[layer] = 0
+        _decide(ctl, state, c, layer, t, ids)
+        for i in range(k):
+            needed[ids[i]] = 1
+    _trim(ctl, c, layer - 1 if layer > 0 else ctl[w.LAYERS] - 1)
+    _mirror(ctl, c, layer, needed, asked[layer])
+    if tokens == 1 and layer + 1 < ctl[w.LAYERS]:
+        _prepare(ctl, state, c, layer + 1, asked[layer + 1])
+    decided = reads.now(clock)
+    fine = reads.wait_for(_words(ctl[w.STORE], reads.CTL_WORDS), layer, needed)
+    ctl[w.POLICY_NS] += decided - start
+    ctl[w.WAIT_NS] += reads.now(clock) - decided
+    if not fine:
+        ctl[w.COMPLAINT], ctl[w.COMPLAINT_LAYER] = w.READS_FAILED, layer
+    return fine
+
+
+def on_node(tensor: int, ask: int, user_data: Any) -> int:
+    state = carray(user_data, (STATE_WORDS,), np.int64)
+    if state[_STOP] != 0:
+        return ask  # wanted, so that the answer to "go on?" can be no
+    if state[_MODE] == _OFF:
+        return 0
+    if ask:
+        return _ask(tensor, state)
+    found = _find(tensor, state)
+    entry = _words(state[_TABLE] + found * native.TABLE_WORDS * 8, native.TABLE_WORDS)
+    if entry[native.INPUT_TAP] >= 0:
+        _copy(_words(tensor, _TENSOR_WORDS)[_SRC + 1], entry[native.INPUT_TAP], state)
+    if entry[native.OWN_TAP] < 0:
+        return 1
+    _copy(tensor, entry[native.OWN_TAP], state)
+    if state[_ERROR] != 0:
+        return 0
+    ctl = _words(state[STREAM], w.CTL_WORDS)
+    for layer in range(ctl[w.LAYERS]):
+        if _row(ctl, layer)[w.TOPK_TAP] == entry[native.OWN_TAP]:
+            return 1 if _turn(ctl, state, layer, tensor) else 0
+    return 1
+
+
+@functools.cache
+def callback_address() -> int:
+    """Address of the compiled callback; its user data is the hub's state, which word STREAM extends.
+
+    A `Hub` must exist: it gives ggml's functions, which this code calls by name, their addresses.
+    """
+    signature = types.uint8(types.intp, types.uint8, types.CPointer(types.int64))
+    return int(c_callback(on_node, signature, SOURCES).address)

@@ -1,0 +1,29 @@
+"""The words of the callback's control block, which `decider.Decider` fills and `step` works on (int64 each)."""
+
+# what does not change, and addresses
+(STORE, BLOCK, LAYERS, EXPERTS, MODE, PRIOR) = range(6)
+(ROWS, ROUTING_OUT, PREGATE_OUT, COUNTS_OUT, COPIES_OUT, CAPACITY) = range(6, 12)
+(SCORES, NEEDED, ASKED, PREPARED) = range(12, 16)
+# what changes
+(TOKENS, COMPLAINT) = range(16, 18)
+(LOADS, MISSES, DEMAND_READS, DEMAND_BYTES, PREFETCH_READS, PREFETCH_BYTES) = range(18, 24)
+(IN_TIME, LATE, UNUSED, WAIT_NS, POLICY_NS) = range(24, 29)
+COMPLAINT_LAYER = 29
+CTL_WORDS = 32
+COUNTERS = slice(LOADS, POLICY_NS + 1)
+
+# MODE: does the policy choose by scores, and are its choices written?
+OBSERVE, SELECT = 0, 1
+
+# COMPLAINT
+READS_FAILED, WRONG_IDS, WRONG_ROWS = 1, 2, 3
+
+# one layer, [L, ROW_WORDS]: the taps of its choice, scores, group mask and router input (−1: none), the bytes of an
+# expert, the pre-gate (float32 [E, d], 0: none), its width, its steps and their operands, its groups
+(TOPK_TAP, SCORES_TAP, MASK_TAP, INPUT_TAP, EXPERT_BYTES, WEIGHT, WIDTH) = range(7)
+(STEPS, FIRST_STEP) = 7, 8  # (operation, operand's address) pairs follow
+MAX_STEPS = 4
+(GROUPS, GROUPS_USED, OF_SOFTMAX) = range(FIRST_STEP + 2 * MAX_STEPS, FIRST_STEP + 2 * MAX_STEPS + 3)
+TOP_K = OF_SOFTMAX + 1
+ROW_WORDS = 24
+STEP_CODES = {"ADD": 0, "SIGMOID": 1, "SOFT_MAX": 2, "SOFTPLUS": 3, "SQRT": 4}
