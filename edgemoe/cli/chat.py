@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from edgemoe.cli import policy_options as held
 from edgemoe.cli import sampling_options as given
 from edgemoe.cli.stopping import interrupt_on_sigterm
 
@@ -40,6 +41,20 @@ def chat(
     threads: given.Threads = None,
     n_gpu_layers: given.GpuLayers = 0,
     kv_type: given.KvType = "f16",
+    ram: held.Ram = None,
+    residency: held.ExpertsHeld = None,
+    policy: held.PolicyName = None,
+    routing: held.Routing = None,
+    eviction: held.Eviction = None,
+    prefetch: held.Prefetch = None,
+    lam: held.Lambda = None,
+    budget: held.Budget = None,
+    window: held.Window = None,
+    gate: held.Gate = None,
+    calibration: held.CalibrationFile = None,
+    readers: held.Readers = None,
+    chunk: held.Chunk = None,
+    verify_reads: held.VerifyReads = False,
     metrics: Annotated[
         Path | None, typer.Option("--metrics", metavar="FILE.jsonl", help="Write a line of figures per token.")
     ] = None,
@@ -52,23 +67,40 @@ def chat(
     Each line of standard input is a turn, so a conversation can be piped in. Ctrl-C ends a reply, and at the prompt
     the conversation; then the exit code is 130.
     """
-    from edgemoe.cli.generating import Metrics, loaded, print_summary
+    from edgemoe.cli.generating import Metrics, described, loaded, print_summary
     from edgemoe.cli.options import writable_file
     from edgemoe.generation.chat import ChatTemplate
 
     options = given.sampling(n, temperature, greedy, top_k, top_p, min_p, seed, stop)
+    streaming = held.streaming(
+        ram,
+        residency,
+        policy,
+        routing,
+        eviction,
+        prefetch,
+        lam,
+        budget,
+        window,
+        gate,
+        calibration,
+        readers,
+        chunk,
+        verify_reads,
+    )
     template = given.read_text("--chat-template", chat_template) if chat_template else None
     writable_file("--metrics", metrics)
     interrupt_on_sigterm()
-    settings = {"n_ctx": ctx, "n_threads": threads, "n_gpu_layers": n_gpu_layers, "kv_type": kv_type}
-    with loaded(model, as_json, **settings) as writer, Metrics(metrics) as lines:
+    settings = {"n_ctx": ctx, "n_threads": threads, "kv_type": kv_type}
+    with loaded(model, as_json, streaming, n_gpu_layers, **settings) as writer, Metrics(metrics) as lines:
         writer.template = ChatTemplate.of(writer.engine, template)
         conversation = _Conversation(writer, options, system, lines, quiet=as_json)
         interrupted = conversation.hold()
+        how = described(writer)
     if as_json:
         import json
 
-        typer.echo(json.dumps({"turns": conversation.record}, allow_nan=False))
+        typer.echo(json.dumps({"turns": conversation.record, **how}, allow_nan=False))
     elif conversation.total:
         print_summary(conversation.total, f"{len(conversation.record)} turns")
     if interrupted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -30,27 +31,84 @@ _ENDINGS = {
 
 
 @contextmanager
-def loaded(model: Path, quiet: bool, **settings: Any) -> Iterator[Writer]:
+def loaded(model: Path, quiet: bool, streaming: dict[str, Any], n_gpu_layers: int, **settings: Any) -> Iterator[Writer]:
     """A writer on the model, loaded under a progress bar, closed at the end."""
+    from edgemoe.errors import UserError
     from edgemoe.generation import load
-    from edgemoe.llamacpp.resident import LOAD_STEPS
-    from edgemoe.model import read_model
+    from edgemoe.generation.loading import load_steps
     from edgemoe.progress import progress
 
-    megabytes = max(1, round(read_model(model).geometry.file_bytes / 1e6))
+    if streaming and n_gpu_layers:
+        raise UserError("--ram and --residency run on the CPU: leave out --n-gpu-layers")
+    total, nbytes = load_steps(model, streamed=bool(streaming))
+    megabytes = max(1, round(nbytes / 1e6))
     with progress(f"loading {model.name}", megabytes, "MB", quiet=quiet) as advance:
         steps = done = 0
 
         def count(more: int) -> None:
             nonlocal steps, done
             steps += more
-            now = steps * megabytes // LOAD_STEPS
+            now = steps * megabytes // total
             advance(now - done)
             done = now
 
-        writer = load(model, advance=count, **settings)
+        where = streaming or {"n_gpu_layers": n_gpu_layers}
+        writer = load(model, advance=count, **where, **settings)
     with writer:
+        if not quiet:
+            for note in notes(writer):
+                print(f"note {note}", file=sys.stderr)  # noqa: T201
         yield writer
+
+
+def notes(writer: Writer) -> Iterator[str]:
+    """What a person should know of how the experts are held before reading the text."""
+    from edgemoe.streaming.engine import StreamingEngine
+
+    engine = writer.engine
+    if not isinstance(engine, StreamingEngine):
+        return
+    geometry = engine.model.geometry
+    yield f"{engine.capacity} of {geometry.n_experts} experts per layer have a slot in RAM; {engine.policy}"
+    if engine.capacity == geometry.n_experts:
+        yield "every expert fits: without --ram and --residency llama.cpp may arrange them for speed"
+    if engine.policy.routing != "exact":
+        yield "the router is steered towards what is in RAM: the text is not exactly the model's own"
+    if not engine.direct:
+        yield "this file system cannot be read past the page cache: what reads leave in it is dropped"
+
+
+def described(writer: Writer) -> dict[str, Any]:
+    """How the experts were held, for `--json`."""
+    from edgemoe.streaming.engine import StreamingEngine
+
+    engine = writer.engine
+    if not isinstance(engine, StreamingEngine):
+        return {"experts": "resident"}
+    return {
+        "experts": "streamed",
+        "slots": engine.capacity,
+        "policy": str(engine.policy),
+        "policy_hash": engine.policy.hash,
+        "config_hash": engine.config_hash,
+    }
+
+
+def probed_disk(writer: Writer) -> float | None:
+    """Bytes per second that `edgemoe probe` measured for reads of an expert's tensors; None without such a figure."""
+    from edgemoe.errors import UserError
+    from edgemoe.machine.profile import load_profile
+    from edgemoe.streaming.engine import StreamingEngine
+
+    if not isinstance(writer.engine, StreamingEngine):
+        return None
+    model = writer.engine.model
+    try:
+        ssd = load_profile(model=model.path).ssd
+    except UserError:
+        return None
+    layer = model.geometry.moe_layers[0]
+    return ssd.random_expert(max(piece.length for piece in model.expert_slices(layer, 0))) if ssd else None
 
 
 class Metrics:
@@ -152,16 +210,15 @@ def _status(meter: Meter) -> str:
 def print_summary(summary: Summary, title: str) -> None:
     """The figures of a generation, on standard error: standard output has the text and nothing else."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
-    console = Console(stderr=True, highlight=False)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, words in _rows(summary, title):
-        table.add_row(name, words)
-    console.print()
-    console.print(table)
+    from edgemoe.cli.output import say
+
+    out, rows = Console(stderr=True, highlight=False), list(_rows(summary, title))
+    width = 2 + max(len(name) for name, _ in rows)
+    out.print()
+    for name, words in rows:
+        say(out, Text.assemble((name.ljust(width), "bold"), words), hang=width)
 
 
 def _rows(s: Summary, title: str) -> Iterator[tuple[str, str]]:
@@ -178,7 +235,10 @@ def _rows(s: Summary, title: str) -> Iterator[tuple[str, str]]:
         yield "time per token", f"{_seconds(sum(parts.values()))}: {split}"
     d, n = s.decode, s.decoded_tokens
     if d.hit_rate is not None and n:
-        yield "experts", f"hit rate {d.hit_rate:.1%}: {d.loads / n:,.1f} loads per token, {d.hits / n:,.1f} from RAM"
+        yield (
+            "experts",
+            f"hit rate {d.hit_rate:.1%}: {d.loads / n:,.1f} loads per token, {d.hits / n:,.1f} of resident experts",
+        )
         reads = f"{d.demand_reads / n:,.1f} demand reads per token"
         if d.prefetch_reads:
             how = f"{d.prefetch_in_time:,} in time, {d.prefetch_late:,} late, {d.prefetch_unused:,} unused"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from edgemoe.cli import policy_options as held
 from edgemoe.cli import sampling_options as given
 from edgemoe.cli.stopping import interrupt_on_sigterm
 
@@ -52,6 +53,20 @@ def run(
     threads: given.Threads = None,
     n_gpu_layers: given.GpuLayers = 0,
     kv_type: given.KvType = "f16",
+    ram: held.Ram = None,
+    residency: held.ExpertsHeld = None,
+    policy: held.PolicyName = None,
+    routing: held.Routing = None,
+    eviction: held.Eviction = None,
+    prefetch: held.Prefetch = None,
+    lam: held.Lambda = None,
+    budget: held.Budget = None,
+    window: held.Window = None,
+    gate: held.Gate = None,
+    calibration: held.CalibrationFile = None,
+    readers: held.Readers = None,
+    chunk: held.Chunk = None,
+    verify_reads: held.VerifyReads = False,
     metrics: Annotated[
         Path | None, typer.Option("--metrics", metavar="FILE.jsonl", help="Write a line of figures per token.")
     ] = None,
@@ -67,22 +82,39 @@ def run(
 
     Exit code 130 if Ctrl-C or SIGTERM ended it: the text so far and the summary are printed all the same.
     """
-    from edgemoe.cli.generating import Metrics, loaded, perform, print_summary
+    from edgemoe.cli.generating import Metrics, described, loaded, perform, print_summary
     from edgemoe.cli.options import writable_file
 
     options = given.sampling(n, temperature, greedy, top_k, top_p, min_p, seed, stop, ignore_eos)
+    streaming = held.streaming(
+        ram,
+        residency,
+        policy,
+        routing,
+        eviction,
+        prefetch,
+        lam,
+        budget,
+        window,
+        gate,
+        calibration,
+        readers,
+        chunk,
+        verify_reads,
+    )
     text = _prompt(prompt, file)
     template = given.read_text("--chat-template", chat_template) if chat_template else None
     writable_file("--metrics", metrics)
     interrupt_on_sigterm()
-    settings = {"n_ctx": ctx, "n_threads": threads, "n_gpu_layers": n_gpu_layers, "kv_type": kv_type}
-    with loaded(model, as_json, **settings) as writer, Metrics(metrics) as lines:
+    settings = {"n_ctx": ctx, "n_threads": threads, "kv_type": kv_type}
+    with loaded(model, as_json, streaming, n_gpu_layers, **settings) as writer, Metrics(metrics) as lines:
         asked = _asked(writer, text, chat, system, template)
         written, summary = perform(writer, asked, options, lines, quiet=as_json)
+        how = described(writer)
     if as_json:
         import json
 
-        typer.echo(json.dumps({"text": written, **summary.as_json()}, allow_nan=False))
+        typer.echo(json.dumps({"text": written, **summary.as_json(), **how}, allow_nan=False))
     else:
         typer.echo()
         print_summary(summary, "generated")

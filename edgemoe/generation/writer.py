@@ -7,18 +7,15 @@ with load("model.gguf") as writer:
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from edgemoe.errors import UserError
 from edgemoe.generation.chat import ChatTemplate, Message
 from edgemoe.generation.engine import Engine
 from edgemoe.generation.generate import Context, Step, generate
 from edgemoe.generation.options import Options
 from edgemoe.generation.prompt import chat_prompt, plain_prompt
 from edgemoe.generation.sampling import Sampler
-from edgemoe.progress import Advance, no_progress
 
 
 class Writer:
@@ -26,6 +23,9 @@ class Writer:
 
     A prompt is a text to continue, or messages (`[{"role": "user", "content": "…"}]`), to which the model's chat
     template is applied. Keyword arguments are fields of `Options`. A context manager that closes the engine.
+
+    What a streaming engine's caches hold is kept, too: under a steered policy, which favours what is resident, a prompt
+    can go on differently the second time. `engine.reset()` makes the next one the first.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -70,17 +70,3 @@ class Writer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def load(path: str | Path, *, advance: Advance = no_progress, **settings: Any) -> Writer:
-    """A writer on a GGUF model that is held in RAM as a whole; `settings` are those of `ResidentEngine`.
-
-    `advance` counts to `edgemoe.llamacpp.resident.LOAD_STEPS`. Raises `UserError` for a file that is missing, damaged
-    or no GGUF.
-    """
-    from edgemoe.llamacpp.resident import ResidentEngine
-    from edgemoe.model import read_model
-
-    if read_model(path).format != "GGUF":
-        raise UserError(f"{path}: text is generated from GGUF files, this is a safetensors directory: convert it first")
-    return Writer(ResidentEngine(path, advance=advance, **settings))
