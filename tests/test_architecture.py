@@ -24,7 +24,8 @@ INWARD = {
     "edgemoe.policy": set(),
     # A model file is read with libggml's own header parser, which lives with the other ggml structs.
     "edgemoe.model": {"edgemoe.llamacpp"},
-    "edgemoe.llamacpp": {"edgemoe.policy"},
+    # An engine is what generation asks for.
+    "edgemoe.llamacpp": {"edgemoe.policy", "edgemoe.generation"},
     # Probing what an expert on the CPU gets means running ggml's products.
     "edgemoe.machine": {"edgemoe.llamacpp"},
     # The wall asks traces what a cache catches, and runs llama.cpp to check itself.
@@ -47,6 +48,7 @@ INWARD = {
         "edgemoe.llamacpp",
         "edgemoe.machine",
         "edgemoe.calibration",
+        "edgemoe.generation",
         "edgemoe.wall",
     },
     "edgemoe.gpu_offload": {

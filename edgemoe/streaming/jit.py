@@ -26,7 +26,7 @@ def kernel(function: F) -> F:
         file._source_stamp = (file._source_stamp, SOURCES)
     except (RuntimeError, AttributeError):  # no writable directory, or a numba whose cache looks different
         compiled = numba.njit(nogil=True, error_model="numpy")(function)
-    return compiled  # type: ignore[no-any-return]
+    return compiled
 
 
 def _stamp() -> str:
