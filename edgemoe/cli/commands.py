@@ -1,5 +1,7 @@
 """The commands, and how a command line runs: parse, call, and an exit code."""
 
+from typing import cast
+
 import typer
 
 from edgemoe import __version__
@@ -52,7 +54,7 @@ def verbs() -> list[str]:
 
 
 # The base of BadParameter is UsageError, of click or of the copy of it that newer Typers carry.
-_UsageError = typer.BadParameter.__base__ or typer.BadParameter
+_UsageError = cast("type[Exception]", typer.BadParameter.__base__)
 
 
 def run(arguments: list[str]) -> int:
