@@ -26,6 +26,10 @@ FORMAT = "edgemoe calibration"
 VERSION = 1
 _AGAIN = "run `edgemoe calibrate` again"
 _PRIOR = ("tokens", "totals", "starts", "cells", "counts")
+# What numpy, zipfile and json raise for bytes that are not theirs; zipfile takes a flipped bit for encryption, too.
+_DAMAGE = (
+    OSError, ValueError, TypeError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error
+)  # fmt: skip
 _TYPES = {
     "layers": "i4",
     "warm": "i2",
@@ -222,7 +226,7 @@ def load_calibration(path: str | Path, model: "str | Path | Model | None" = None
         raise UserError(f"{path}: no such calibration file: `edgemoe calibrate` makes one") from None
     except IsADirectoryError:
         raise UserError(f"{path}: a folder, expected a calibration file") from None
-    except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except _DAMAGE as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path}: not a sound calibration file ({reason}): {_AGAIN}") from None
     if model is not None:

@@ -107,23 +107,22 @@ def _print_json(found: Calibration, out: Path) -> None:
     print(json.dumps(fields, allow_nan=False))  # noqa: T201
 
 
-def _print(found: Calibration, out: Path) -> None:
-    from rich.console import Console
-
+def _print(found: Calibration, path: Path) -> None:
+    from edgemoe.cli.output import console, say
     from edgemoe.units import format_bytes
 
-    console = Console(soft_wrap=True, highlight=False)
-    prior, (dropped, occurrences) = found.prior, found.dropped
-    console.print(
-        f"{out}: {found.model}, {len(found.layers)} MoE layers of {found.n_experts} experts, from {found.n_tokens:,} "
+    out, prior, (dropped, occurrences) = console(), found.prior, found.dropped
+    say(
+        out,
+        f"{path}: {found.model}, {len(found.layers)} MoE layers of {found.n_experts} experts, from {found.n_tokens:,} "
         "tokens",
-        markup=False,
     )
-    console.print(f"bonus scale: {found.delta.min():.3g} to {found.delta.max():.3g}, by layer")
-    console.print(f"token prior: {len(prior.tokens):,} distinct tokens, {format_bytes(prior.nbytes)} in memory")
+    say(out, f"bonus scale: {found.delta.min():.3g} to {found.delta.max():.3g}, by layer")
+    say(out, f"token prior: {len(prior.tokens):,} distinct tokens, {format_bytes(prior.nbytes)} in memory")
     if dropped:
-        console.print(
+        say(
+            out,
             f"no room for {dropped:,} rarer tokens ({occurrences / found.n_tokens:.1%} of the text): their prior is "
-            "zero, as for unseen ones"
+            "zero, as for unseen ones",
         )
-    console.print("next: edgemoe simulate TRACE --policy psr --calibration " + str(out), markup=False)
+    say(out, f"next: edgemoe simulate TRACE --policy psr --calibration {path}")
