@@ -14,7 +14,7 @@ from edgemoe.generation.chat import ChatTemplate, Message
 from edgemoe.generation.engine import Engine
 from edgemoe.generation.generate import Context, Step, generate
 from edgemoe.generation.options import Options
-from edgemoe.generation.prompt import chat_prompt, plain_prompt
+from edgemoe.generation.prompt import Said, chat_prompt, plain_prompt
 from edgemoe.generation.sampling import Sampler
 
 
@@ -37,6 +37,7 @@ class Writer:
         """The last prompt's tokens."""
         self.seed = 0
         """The seed of the last generation: drawn, where the options left it open."""
+        self._said: Said | None = None  # the last conversation
 
     def stream(self, prompt: str | Sequence[Message], **options: Any) -> Iterator[Step]:
         """Yield a `Step` per token as it comes; `step.text` is what may be printed. Raises `UserError` at once for a
@@ -51,14 +52,26 @@ class Writer:
         """`stream` with the options as one value."""
         sampler = Sampler(options)
         self.prompt, self.seed = self.tokens(prompt), sampler.seed
-        return generate(self.context, self.prompt, replace(options, seed=sampler.seed), sampler)
+        steps = generate(self.context, self.prompt, replace(options, seed=sampler.seed), sampler)
+        return steps if isinstance(prompt, str) else self._noted(steps)
 
     def tokens(self, prompt: str | Sequence[Message]) -> list[int]:
         """The prompt as the model gets it."""
         if isinstance(prompt, str):
             return plain_prompt(self.engine, prompt)
         self.template = self.template or ChatTemplate.of(self.engine)
-        return chat_prompt(self.engine, self.template, prompt)
+        rendered = self.template.render(prompt)
+        tokens = chat_prompt(self.engine, rendered, self._said)
+        self._said = Said(rendered.encode(), list(tokens))
+        return tokens
+
+    def _noted(self, steps: Iterator[Step]) -> Iterator[Step]:
+        said = self._said
+        assert said is not None
+        for step in steps:
+            if step.finish != "end":
+                said.add(self.engine.piece(step.token), step.token)
+            yield step
 
     def close(self) -> None:
         self.engine.close()

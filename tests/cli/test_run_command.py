@@ -23,7 +23,7 @@ DEMO = str(Path(__file__).parents[2] / "edgemoe" / "data" / "demo-moe-32m-q8_0.g
 COMMAND = [sys.executable, "-m", "edgemoe.cli", "run", DEMO, "--threads", "1"]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "<|im_start|>assistant\n"
+    "{{ '<|im_start|>assistant\\n' }}"
 )
 
 

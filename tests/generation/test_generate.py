@@ -12,7 +12,7 @@ from edgemoe.generation.summary import Meter
 
 DEMO = Path(__file__).parents[2] / "edgemoe" / "data" / "demo-moe-32m-q8_0.gguf"
 CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 EMOJI = "Weather: 🙂🙃🙂🙃🙂🙃🙂🙃🙂🙃🙂🙃🙂"
@@ -28,7 +28,7 @@ def writer() -> Iterator[Writer]:
 def fresh(writer: Writer) -> None:
     writer.engine.reset()
     writer.context.tokens.clear()
-    writer.template = None
+    writer.template = writer._said = None
 
 
 def test_the_same_seed_gives_the_same_text_and_another_does_not(writer):
@@ -179,7 +179,10 @@ def test_messages_go_through_the_chat_template(writer):
     tokens = writer.tokens([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi 🙂"}])
     assert tokens[0] == writer.engine.bos
     text = b"".join(writer.engine.piece(t, special=True) for t in tokens[1:]).decode()
-    assert text == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi 🙂<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        text
+        == "<|im_start|>system\nBe brief.<|endoftext|>\n<|im_start|>user\nHi 🙂<|endoftext|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_a_growing_conversation_keeps_its_beginning(writer):
@@ -189,7 +192,33 @@ def test_a_growing_conversation_keeps_its_beginning(writer):
     held = len(writer.context.tokens)
     messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And then?"}]
     writer.write(messages, n=4, temperature=0)
-    assert writer.context.reused >= held - 1  # the reply, too, was there already
+    assert writer.context.reused == held  # the reply, too, was there already
+
+
+def test_an_answer_that_would_be_cut_elsewhere_keeps_the_models_own_tokens(writer):
+    """Two tokens that the tokenizer would write as one."""
+    writer.template = ChatTemplate.of(writer.engine, CHATML)
+    the = writer.engine.tokenize(b"t").tolist() + writer.engine.tokenize(b"he").tolist()
+    assert writer.engine.tokenize(b"the").tolist() != the
+    messages = [{"role": "user", "content": "A word"}]
+    prompt = writer.tokens(messages)
+    writer._said.add(b"t", the[0])
+    writer._said.add(b"he", the[1])
+    messages += [{"role": "assistant", "content": "the"}, {"role": "user", "content": "B"}]
+    longer = writer.tokens(messages)
+    assert longer[: len(prompt) + 2] == prompt + the
+    writer._said = None
+    again = writer.tokens(messages)
+    assert again != longer
+    spelled = [b"".join(writer.engine.piece(t, special=True) for t in tokens) for tokens in (again, longer)]
+    assert spelled[0] == spelled[1]
+
+
+def test_another_conversation_does_not_keep_the_last_ones_tokens(writer):
+    writer.template = ChatTemplate.of(writer.engine, CHATML)
+    fresh = writer.tokens([{"role": "user", "content": "Other"}])
+    writer.write([{"role": "user", "content": "A word"}], n=5, temperature=0)
+    assert writer.tokens([{"role": "user", "content": "Other"}]) == fresh
 
 
 def test_special_tokens_of_a_template_are_tokens(writer):

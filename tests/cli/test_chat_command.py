@@ -1,0 +1,138 @@
+"""`edgemoe chat`: turns from a pipe and from a person, what is kept between them, and how it ends."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+DEMO = str(Path(__file__).parents[2] / "edgemoe" / "data" / "demo-moe-32m-q8_0.gguf")
+COMMAND = [sys.executable, "-m", "edgemoe.cli", "chat", DEMO, "--threads", "1", "--chat-template", "t.jinja"]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{{ '<|im_start|>assistant\\n' }}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "t.jinja").write_text(CHATML)
+    return tmp_path
+
+
+def chat(folder: Path, turns: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], input=turns, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_piped_turns_keep_the_conversation(folder: Path) -> None:
+    done = chat(folder, "Tell me of the sea\n\nAnd then?\n", "-n", "8", "--greedy", "--json")
+    assert done.returncode == 0 and done.stderr == ""
+    first, second = json.loads(done.stdout)["turns"]
+    assert (first["user"], second["user"]) == ("Tell me of the sea", "And then?")
+    assert second["prompt_tokens"] > first["prompt_tokens"] + 8
+    # everything but the new turn was there already: the first prompt and (but for its last token) the reply
+    assert second["reused_tokens"] >= first["prompt_tokens"] + 6
+    assert second["prompt_phase"]["tokens"] == second["prompt_tokens"] - second["reused_tokens"]
+
+
+def test_a_reset_starts_anew_and_exit_ends(folder: Path) -> None:
+    done = chat(
+        folder, "Hello\n/reset\nHello\n/exit\nnever\n", "-n", "6", "--greedy", "--json", "--system", "Be brief."
+    )
+    first, second = json.loads(done.stdout)["turns"]
+    assert first["assistant"] == second["assistant"] and first["prompt_tokens"] == second["prompt_tokens"]
+
+
+def test_a_line_that_ends_in_a_backslash_goes_on(folder: Path) -> None:
+    done = chat(folder, "one\\\ntwo\n", "-n", "2", "--greedy", "--json")
+    assert [turn["user"] for turn in json.loads(done.stdout)["turns"]] == ["one\ntwo"]
+
+
+def test_replies_go_to_standard_output_and_figures_to_standard_error(folder: Path) -> None:
+    done = chat(folder, "Hello\nAnd?\n", "-n", "4", "--seed", "1")
+    assert done.returncode == 0 and done.stdout.strip()
+    assert "4 tokens" in done.stderr and re.search(r"^2 turns +8 tokens", done.stderr, re.MULTILINE)
+    assert "kept from before" in done.stderr and "\x1b" not in done.stdout + done.stderr
+
+
+def test_a_conversation_that_outgrows_the_context_ends_in_one_line(folder: Path) -> None:
+    done = chat(folder, "Hello\n" + "word " * 80 + "\n", "-n", "2", "-c", "48", "--seed", "1")
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("edgemoe: ")]
+    assert len(errors) == 1 and "the context holds 48" in errors[0]
+
+
+def test_a_base_model_without_a_template_is_refused(folder: Path) -> None:
+    command = [sys.executable, "-m", "edgemoe.cli", "chat", DEMO, "--threads", "1"]
+    done = subprocess.run(command, input="Hello\n", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "no chat template" in done.stderr.splitlines()[-1]
+
+
+class Person:
+    """Someone at a terminal."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.pid, self.master = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            os.environ.update({"TERM": "xterm-256color", "LINES": "24", "COLUMNS": "100"})
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.execv(sys.executable, [*COMMAND, *arguments])
+        self.seen = ""
+
+    def reads(self, pattern: str, within: float = 90) -> str:
+        """Wait for something to appear after what was read so far."""
+        until = time.monotonic() + within
+        while not (found := re.search(pattern, self.seen, re.DOTALL)):
+            assert time.monotonic() < until, f"no {pattern!r} in {self.seen[-800:]!r}"
+            if select.select([self.master], [], [], 1)[0]:
+                try:
+                    self.seen += os.read(self.master, 65536).decode(errors="replace")
+                except OSError:
+                    assert re.search(pattern, self.seen, re.DOTALL), self.seen[-800:]
+        read, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return read
+
+    def types(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def leaves(self) -> int:
+        """The exit code."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        os.close(self.master)
+        return code
+
+
+def test_a_person_stops_a_reply_goes_on_and_leaves(folder: Path) -> None:
+    person = Person(folder, "--seed", "1", "-c", "9000")
+    person.reads("/reset starts a new conversation")
+    person.reads("> ")
+    person.types("Tell me a long story 🙂\r")
+    person.reads(r"tokens · .*context \d+ of 9,000")  # the status line: it writes
+    person.types("\x03")
+    person.reads(r"interrupted")
+    person.reads("> ")
+    person.types("/exit\r")
+    person.reads("1 turns? ")
+    assert person.leaves() == 0
+
+
+def test_ctrl_c_at_the_prompt_ends_it(folder: Path) -> None:
+    person = Person(folder)
+    person.reads("> ")
+    person.types("\x03")
+    assert person.leaves() == 130
+
+
+def test_ctrl_d_at_the_prompt_ends_it_well(folder: Path) -> None:
+    person = Person(folder)
+    person.reads("> ")
+    person.types("\x04")
+    assert person.leaves() == 0
