@@ -50,7 +50,8 @@ ALL_TYPES = (
     *("F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K", "Q5_0", "Q4_0", "Q4_1", "Q5_1"),
     *("IQ4_NL", "IQ4_XS", "IQ3_S", "IQ2_XS", "MXFP4"),
 )
-QUICK_TYPES = ("F16", "Q8_0", "Q6_K", "Q4_K", "Q4_0", "MXFP4")
+# Enough that every other type has a relative among them, kept in the same way.
+QUICK_TYPES = ("F16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "MXFP4")
 # Routers are kept in full precision, and only they (and norms) are: as experts it is not worth the time.
 DENSE_ONLY = ("F32",)
 
@@ -219,44 +220,43 @@ def _largest(kind: str) -> int:
 
 def _prepare(kind: _Kind, shape: tuple[int, int], weights: Weights, stack: ExitStack) -> Callable[[int], float]:
     """A graph of products of one shape that covers the weights; the result measures it: threads → bytes per second."""
-    ne = kind.ne(shape)
-    whole = kind.read(shape) // TOP_K * N_EXPERTS if kind.expert else kind.read(shape)
-    count = min(max(1, weights.nbytes // whole), _MAX_NODES)
-    graph = stack.enter_context(CpuGraph(count))
-    for number in range(count):
-        if kind.expert:
-            # Gate and up share one input, down has one per expert: two to one, as in a layer.
-            graph.expert_product(weights.part(*ne), TOP_K, shared_input=number % 3 < 2)
-        else:
-            graph.product(weights.part(*ne))
-    graph.allocate()
-    deal = _dealer(count) if kind.expert else None
+    graph = stack.enter_context(CpuGraph(_MAX_NODES))
+    count = _add_experts(graph, kind, shape, weights) if kind.expert else _add_dense(graph, kind, shape, weights)
 
     def measure(threads: int) -> float:
-        return count * kind.read(shape) / _seconds(graph, threads, deal)
+        return count * kind.read(shape) / _seconds(graph, threads)
 
     return measure
 
 
-def _dealer(count: int) -> Callable[[], list[np.ndarray]]:
-    """Experts at random for each of `count` products, none again before all others: no cache has them still."""
-    rng = np.random.default_rng(count)
-    decks = [np.empty(0, np.int32) for _ in range(count)]
-
-    def deal() -> list[np.ndarray]:
-        for number, deck in enumerate(decks):
-            decks[number] = deck[TOP_K:] if len(deck) > TOP_K else rng.permutation(N_EXPERTS).astype(np.int32)
-        return [deck[:TOP_K] for deck in decks]
-
-    return deal
+def _add_dense(graph: CpuGraph, kind: _Kind, shape: tuple[int, int], weights: Weights) -> int:
+    count = min(max(1, weights.nbytes // kind.read(shape)), _MAX_NODES)
+    for _ in range(count):
+        graph.product(weights.part(*shape))
+    graph.allocate()
+    return count
 
 
-def _seconds(graph: CpuGraph, threads: int, deal: Callable[[], list[np.ndarray]] | None = None) -> float:
-    """Seconds per run: the mean over a round. `deal` chooses experts."""
+def _add_experts(graph: CpuGraph, kind: _Kind, shape: tuple[int, int], weights: Weights) -> int:
+    """Products that execute every expert once, in random order: by the time that it comes again, no cache has it."""
+    hands = N_EXPERTS // TOP_K
+    stacks = min(max(1, weights.nbytes // (hands * kind.read(shape))), _MAX_NODES // hands)
+    rng, chosen = np.random.default_rng(stacks), []
+    for _ in range(stacks):
+        stacked = weights.part(*kind.ne(shape))
+        chosen += list(rng.permutation(N_EXPERTS).reshape(hands, TOP_K))
+        for number in range(hands):
+            # Gate and up share one input, down has one per expert: about two to one, as in a layer.
+            graph.expert_product(stacked, TOP_K, shared_input=number % 3 < 2)
+    graph.allocate()
+    graph.choose(chosen)
+    return stacks * hands
+
+
+def _seconds(graph: CpuGraph, threads: int) -> float:
+    """Seconds per run: the mean over a round."""
     total, count = 0.0, 0
     while total < ROUND_S and count < _MAX_RUNS:
-        if deal:
-            graph.choose(deal())
         total += graph.compute(threads)
         count += 1
     return total / count

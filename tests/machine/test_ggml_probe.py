@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgemoe.errors import UserError
+from edgemoe.llamacpp.graph_run import CpuGraph, Weights
 from edgemoe.machine import ggml_probe
 from edgemoe.machine.caches import FALLBACK, last_level_cache
 from edgemoe.machine.ggml_probe import ProductPlan, n_rounds, probe_products, quick_plan, thread_counts
@@ -139,9 +140,14 @@ def test_weights_that_do_not_fit_together_are_measured_in_batches(monkeypatch: p
         assert len(batches) > 1
 
 
-def test_experts_are_dealt_until_all_were_used() -> None:
-    deal = ggml_probe._dealer(2)
-    hands = [deal() for _ in range(ggml_probe.N_EXPERTS // ggml_probe.TOP_K)]
-    for number in range(2):
-        assert sorted(int(e) for hand in hands for e in hand[number]) == list(range(ggml_probe.N_EXPERTS))
-    assert not (hands[0][0] == hands[0][1]).all()
+def test_every_expert_is_read_once_before_any_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[list[int]] = []
+    monkeypatch.setattr(CpuGraph, "choose", lambda _, experts: chosen.extend([list(each) for each in experts]))
+    kind, shape = ggml_probe._Kind("Q8_0", "CPU", True), ggml_probe.EXPERT_SHAPES[0]
+    with Weights("Q8_0", 8 * MB) as weights, CpuGraph(1024) as graph:
+        count = ggml_probe._add_experts(graph, kind, shape, weights)
+    assert count == len(chosen) and count * kind.read(shape) <= weights.nbytes
+    hands = ggml_probe.N_EXPERTS // ggml_probe.TOP_K
+    for first in range(0, count, hands):
+        dealt = [expert for hand in chosen[first : first + hands] for expert in hand]
+        assert sorted(dealt) == list(range(ggml_probe.N_EXPERTS)) and dealt != sorted(dealt)
