@@ -45,7 +45,7 @@ class Hub:
 
     def __init__(self) -> None:
         verify_layout()
-        self.callback = native.callback_address()
+        self.callback = int(native.callback().address)
         self.state = np.zeros(native.STATE_WORDS, np.int64)
         self._nodes = np.zeros(MAX_NODES, np.int64)
         self.state[native.NODES] = self._nodes.ctypes.data

@@ -13,7 +13,7 @@ from edgemoe.errors import UserError
 from edgemoe.llamacpp.libraries import ggml_base
 
 MAX_NAME = 64
-TYPE_F32, TYPE_F16, TYPE_I32, TYPE_BF16 = 0, 1, 26, 30
+TYPE_F32, TYPE_F16, TYPE_I32 = 0, 1, 26
 
 
 class Tensor(ctypes.Structure):

@@ -7,17 +7,19 @@ wanted) and `taps` (where rows go). Field positions come from `layout.Tensor`, w
 
 import ctypes
 import functools
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding  # type: ignore[import-untyped]
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from edgemoe.llamacpp.layout import MAX_NAME, TYPE_F32, TYPE_I32, Tensor
 from edgemoe.llamacpp.libraries import ggml_base
+from edgemoe.policy._jit import c_callback, source_digest
 
 # state: int64 [STATE_WORDS]
 MODE, STOP, ERROR, IGNORED = 0, 1, 2, 3
@@ -173,12 +175,13 @@ def _on_node(tensor: int, ask: int, user_data: Any) -> int:
 
 
 @functools.cache
-def callback_address() -> int:
-    """Address of the compiled callback, a `ggml_backend_sched_eval_callback` whose user data is `state`."""
+def callback() -> Any:
+    """The compiled callback, a `ggml_backend_sched_eval_callback` at `.address` whose user data is `state`."""
     library = ggml_base()
     for symbol, name in ((_IS_HOST, "ggml_backend_buffer_is_host"), (_GET, "ggml_backend_tensor_get")):
         address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
         llvmlite.binding.add_symbol(symbol, address)
     # C's bool is one byte; numba's own boolean would be one bit of it
     signature = types.uint8(types.intp, types.uint8, types.CPointer(types.int64))
-    return int(cfunc(signature, nopython=True, cache=True)(_on_node).address)
+    # The offsets come from layout.py, so the machine code depends on this folder, not on this file alone.
+    return c_callback(_on_node, signature, source_digest(Path(__file__).parent))
