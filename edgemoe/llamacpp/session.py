@@ -3,9 +3,10 @@
 import ctypes
 import functools
 import os
+import threading
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -17,6 +18,10 @@ from edgemoe.llamacpp.hub import Hub
 from edgemoe.llamacpp.libraries import llama
 
 MAX_BATCH = 512  # tokens per llama_decode: bounds the logits of all rows (512 × 152k × 4 bytes = 311 MB)
+# llama.cpp keeps a context's size in 32 bits and wraps what is larger; no model is trained for more than this.
+MAX_CTX = 1 << 20
+MAX_THREADS = 512  # GGML_MAX_N_THREADS: ggml's thread pool does not look
+MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 _LOG_ERROR, _LOG_CONTINUES = 4, 5
 _complaints: deque[str] = deque(maxlen=64)
 
@@ -27,6 +32,14 @@ def default_threads() -> int:
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(usable, psutil.cpu_count(logical=False) or usable))
+
+
+def check_limits(n_ctx: int, n_threads: int | None) -> None:
+    """Raise `UserError` for numbers that llama.cpp would answer by stopping the process."""
+    if not 1 <= n_ctx <= MAX_CTX:
+        raise UserError(f"a context of {n_ctx} tokens: expected 1 to {MAX_CTX}")
+    if n_threads is not None and not 1 <= n_threads <= MAX_THREADS:
+        raise UserError(f"{n_threads} threads: expected 1 to {MAX_THREADS}")
 
 
 @functools.cache
@@ -57,6 +70,32 @@ def decoder() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="llama_decode")
 
 
+class _Call:
+    """One call on the decoding thread, which may be given up at any moment: also before it was handed over."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._function, self._arguments = function, arguments
+        self._owner: dict[str, str] = {}
+        self._ended = threading.Event()
+
+    def __call__(self) -> Any:
+        # setdefault is atomic: either the call begins, or whoever gave it up knows that it never will.
+        if self._owner.setdefault("owner", "decoder") != "decoder":
+            return None
+        try:
+            return self._function(*self._arguments)
+        finally:
+            self._ended.set()
+
+    def give_up(self) -> None:
+        """Return once the call has ended, or can no longer begin. Ctrl-C does not make this shorter."""
+        while self._owner.setdefault("owner", "nobody") == "decoder" and not self._ended.is_set():
+            try:
+                self._ended.wait()
+            except KeyboardInterrupt:
+                continue
+
+
 def _last_complaint() -> str:
     """The first line of what llama.cpp complained about, without the C function's name."""
     lines = [line for line in "".join(_complaints).splitlines() if line.strip()]
@@ -82,11 +121,12 @@ class Session:
         n_threads: int | None = None,
         hub: Hub | None = None,
     ) -> None:
+        check_limits(n_ctx, n_threads)
         self._lib: Any = quiet()[0]
         self.path, self.hub = Path(path), hub
         self.n_ctx, self.n_batch = n_ctx, min(n_batch, n_ctx, MAX_BATCH)
         self.n_ubatch = min(n_ubatch or self.n_batch, self.n_batch)
-        self.n_threads = n_threads or default_threads()
+        self.n_threads = n_threads or min(default_threads(), MAX_THREADS)
         self._model: Any = None
         self._context: Any = None
         self._batch: Any = None
@@ -95,7 +135,7 @@ class Session:
             raise UserError(
                 "this llama.cpp build has no GPU support: leave out --n-gpu-layers, or install one that has"
             )
-        self._running: Future[Any] | None = None
+        self._running: _Call | None = None
         self._interrupted = False
         self.loaded = 0.0  # the share of the model file that is
         try:
@@ -111,7 +151,7 @@ class Session:
         # Asked for every tensor: Ctrl-C need not wait for the rest of a large file.
         go_on = lib.llama_progress_callback(lambda progress, _data: self._loading(progress))
         model_params.progress_callback = go_on
-        self._model = self._call(lib.llama_model_load_from_file, str(self.path).encode(), model_params)
+        self._model = self._open(model_params)
         if not self._model:
             raise UserError(f"{self.path}: llama.cpp cannot load it ({_last_complaint()})")
         self._context = lib.llama_init_from_model(self._model, self._context_params())
@@ -119,6 +159,9 @@ class Session:
             raise UserError(f"{self.path}: no room for a context of {self.n_ctx} tokens ({_last_complaint()})")
         self._batch = lib.llama_batch_init(self.n_batch, 0, 1)
         self._vocab = lib.llama_model_get_vocab(self._model)
+
+    def _open(self, params: Any) -> Any:
+        return self._call(self._lib.llama_model_load_from_file, str(self.path).encode(), params)
 
     def _loading(self, progress: float) -> bool:
         """Called while loading, on the decoding thread, with the share done; False ends it."""
@@ -178,9 +221,9 @@ class Session:
 
     def _call(self, function: Any, *arguments: Any) -> Any:
         """Call llama.cpp on the decoding thread; an exception meanwhile (Ctrl-C) stops it, then is raised here."""
+        call = self._running = _Call(function, arguments)
         try:
-            self._running = decoder().submit(function, *arguments)
-            return self._running.result()
+            return decoder().submit(call).result()
         except BaseException:
             self._interrupted = True
             if self.hub is not None:
@@ -193,11 +236,8 @@ class Session:
 
     def _wait(self) -> None:
         """Until llama.cpp has let go of this context: freeing it earlier would crash."""
-        while self._running is not None and not self._running.done():
-            try:
-                self._running.exception()
-            except KeyboardInterrupt:
-                continue
+        if self._running is not None:
+            self._running.give_up()
 
     def _fill(self, tokens: np.ndarray, position: int) -> None:
         batch, count = self._batch, len(tokens)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -158,3 +159,50 @@ def test_a_dense_graph_has_no_routers(tmp_path: Path) -> None:
         with hub.survey():
             session.decode(TOKENS[:2])
         assert hub.nodes() and not find_routers(hub.nodes())
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        ({"n_ctx": 4294967298}, "a context of 4294967298 tokens: expected 1 to 1048576"),
+        ({"n_ctx": 0}, "a context of 0 tokens"),
+        ({"n_threads": 100_000}, "100000 threads: expected 1 to 512"),
+        ({"n_threads": -1}, "-1 threads"),
+    ],
+)
+def test_numbers_that_would_stop_the_process_are_refused(path: Path, limits: dict[str, int], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        Session(path, **limits)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_around_the_handing_over_frees_nothing_that_runs(
+    path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Ctrl-C between submitting a call and knowing that it was submitted: `close` must not free its context."""
+    ended: list[float] = []
+
+    def runs() -> None:
+        time.sleep(0.2)
+        ended.append(time.monotonic())
+
+    class Submits:
+        def submit(self, call: Any) -> Any:
+            if when == "after":
+                threading.Thread(target=call).start()
+                time.sleep(0.05)
+            else:
+                threading.Timer(0.3, call).start()
+            raise KeyboardInterrupt
+
+    session = Session(path, n_threads=1)
+    monkeypatch.setattr("edgemoe.llamacpp.session.decoder", Submits)
+    with pytest.raises(KeyboardInterrupt):
+        session._call(runs)
+    session.close()
+    closed = time.monotonic()
+    time.sleep(0.6)
+    if when == "after":
+        assert ended and ended[0] <= closed
+    else:
+        assert not ended, "a call that was given up before it began never begins"
