@@ -60,7 +60,7 @@ def read_native(path: str | Path) -> Trace:
             experts[layer, done : done + count, :k] = block
             offset += block.nbytes
         done += count
-    wrong = failures(experts, header["num_experts"], np.array(windows), header["layers"])
+    wrong = failures(experts, header["num_experts"], np.array(windows), header["layers"], tokens)
     if wrong:
         raise UserError(f"{path}: not a router's trace: {wrong[0]}; trace again")
     domain = Path(header["text"]).stem

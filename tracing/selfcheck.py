@@ -11,6 +11,7 @@ import numpy as np
 
 STANDARD_ERRORS = 4.0
 MIN_PAIRS = 8  # fewer neighbouring tokens say nothing about reuse
+_PIECE = 1 << 12  # pairs compared at once, so that memory does not grow with the trace
 
 
 @dataclass
@@ -24,11 +25,16 @@ class _Sums:
 
 
 def failures(
-    layers: Iterable[np.ndarray], n_experts: int, windows: np.ndarray, layer_ids: Sequence[int] | None = None
+    layers: Iterable[np.ndarray],
+    n_experts: int,
+    windows: np.ndarray,
+    layer_ids: Sequence[int] | None = None,
+    tokens: np.ndarray | None = None,
 ) -> list[str]:
     """One line per check that fails; empty for a sound trace.
 
-    `layers` yields each layer's experts [T, k] (−1 pads), `windows` are first tokens. Checked: ids in range, distinct
+    `layers` yields each layer's experts [T, k] (−1 pads), `windows` are first tokens, and `tokens` [T] are
+    their ids in the text, where known: a text that repeats itself is no independent sample. Checked: ids in range, distinct
     within a token, counts not more even than random choice makes them, and reuse of the previous token's experts not
     more than four standard errors below chance (over all layers; random routers exist, and are at chance).
     """
@@ -41,7 +47,7 @@ def failures(
         if line:
             found.append(f"layer {layer}: {line}")
         elif experts.shape[1] < n_experts:
-            _add(sums, experts, n_experts, windows)
+            _add(sums, experts, n_experts, windows, np.arange(len(experts)) if tokens is None else tokens)
     if found:
         return found
     if sums.freedom and _far_below(sums.evenness, sums.freedom):
@@ -76,7 +82,7 @@ def _impossible(experts: np.ndarray, n_experts: int) -> str:
     return ""
 
 
-def _add(sums: _Sums, experts: np.ndarray, n_experts: int, windows: np.ndarray) -> None:
+def _add(sums: _Sums, experts: np.ndarray, n_experts: int, windows: np.ndarray, tokens: np.ndarray) -> None:
     n_tokens, k = experts.shape
     counts = np.bincount(experts.ravel(), minlength=n_experts)
     share = k / n_experts
@@ -85,17 +91,52 @@ def _add(sums: _Sums, experts: np.ndarray, n_experts: int, windows: np.ndarray) 
         n_tokens * share * (1 - share) * n_experts / (n_experts - 1)
     )
     sums.freedom += n_experts - 1
-    follows = np.ones(n_tokens, dtype=bool)
-    follows[windows] = False
-    later = np.flatnonzero(follows)
-    if len(later) < MIN_PAIRS:
+    later = _later(n_tokens, windows)
+    later = later[tokens[later] != tokens[later - 1]]
+    # What the same two tokens share in another place is no new evidence.
+    distinct = len(np.unique(np.stack([tokens[later - 1], tokens[later]]), axis=1).T)
+    if distinct < MIN_PAIRS:
         return
-    # [pairs]: experts of a token that the previous token also chose, less what independent tokens would share
-    shared = (experts[later][:, :, None] == experts[later - 1][:, None, :]).sum(axis=(1, 2), dtype=np.int64)
-    # Two different tokens: squaring estimated frequencies would count each token as its own neighbour.
-    chance = float((counts * (counts - 1.0)).sum()) / (n_tokens * (n_tokens - 1))
+    before = later - 1
+    pieces = [slice(at, at + _PIECE) for at in range(0, len(later), _PIECE)]
+    # [pairs]: experts of a token that the previous token also chose
+    shared = np.concatenate(
+        [(experts[later[p]][:, :, None] == experts[before[p]][:, None, :]).sum(axis=(1, 2)) for p in pieces]
+    )
+    chance = _chance(experts, n_experts, tokens, before, later)
     sums.excess += float(shared.mean()) - chance
-    sums.variance += max(float(shared.var()), chance * (1 - chance / k)) / len(later)
+    sums.variance += max(float(shared.var()), chance * (1 - chance / k)) / distinct
+
+
+def _later(n_tokens: int, windows: np.ndarray) -> np.ndarray:
+    """Tokens compared with the one before: not the first two of a window.
+
+    The first has none before it in the model's cache. The second follows BOS, which is the same token at the start of
+    every window and routes unlike any other: it is neither a neighbour nor a sample of chance.
+    """
+    compared = np.ones(n_tokens, dtype=bool)
+    compared[windows] = False
+    compared[np.minimum(windows + 1, n_tokens - 1)] = False
+    return np.flatnonzero(compared)
+
+
+def _chance(experts: np.ndarray, n_experts: int, tokens: np.ndarray, before: np.ndarray, later: np.ndarray) -> float:
+    """Experts that a token of `before` and a different one of `later` share on average, wherever they are.
+
+    Equal tokens tend to choose the same experts, but in no text does each follow itself.
+    """
+    ids = np.unique(tokens, return_inverse=True)[1]
+    first, second = (np.bincount(experts[at].ravel(), minlength=n_experts).astype(float) for at in (before, later))
+    pairs_of_equals = _common(ids[before], ids[later])
+    shared_by_equals = _common(*(ids[at][:, None] * n_experts + experts[at] for at in (before, later)))
+    return (float(first @ second) - shared_by_equals) / (len(before) * len(later) - pairs_of_equals)
+
+
+def _common(first: np.ndarray, second: np.ndarray) -> float:
+    """Pairs of equal values, one of each."""
+    (values, counts), (others, more) = (np.unique(side, return_counts=True) for side in (first, second))
+    _, here, there = np.intersect1d(values, others, assume_unique=True, return_indices=True)
+    return float(counts[here].astype(float) @ more[there])
 
 
 def _far_below(chi_squared: float, freedom: int) -> bool:

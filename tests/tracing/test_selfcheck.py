@@ -72,3 +72,35 @@ def test_window_starts_are_not_neighbours() -> None:
     layer = np.array([[0, 1], [2, 3]] * 100, np.int16)
     assert failures([layer], 4, np.array([0]))
     assert failures([layer], 4, np.arange(200)) == []
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 8])
+def test_windows_that_all_start_with_the_same_token_are_no_suspicion(length: int) -> None:
+    """BOS chooses what no other token does. It is most of the neighbours and none of the likeness of short windows."""
+    layers = []
+    for _ in range(4):
+        experts = random_experts(1200, 2, 16) % 12
+        experts[:, 1] = np.where(experts[:, 0] == experts[:, 1], (experts[:, 0] + 1) % 12, experts[:, 1])
+        experts[::length] = [14, 15]
+        layers.append(experts)
+    assert failures(layers, 16, np.arange(0, 1200, length)) == []
+
+
+def test_a_flat_read_of_short_windows_still_fails() -> None:
+    found = failures([flat_read(2000, 8, 64) for _ in range(4)], 64, np.arange(0, 2000, 10))
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("period", [2, 9, 40])
+def test_a_text_that_repeats_itself_is_no_suspicion(period: int) -> None:
+    """A router that only looks at the token: every repetition tells the same again, and no token follows itself."""
+    for _ in range(30):
+        layers = [np.tile(random_experts(period, 4, 16), (3000 // period, 1)) for _ in range(4)]
+        tokens = np.tile(np.arange(period), 3000 // period)
+        assert failures(layers, 16, np.array([0]), tokens=tokens) == []
+
+
+def test_a_flat_read_of_a_text_still_fails() -> None:
+    tokens = RNG.integers(0, 300, 2000)
+    found = failures([flat_read(2000, 8, 64) for _ in range(4)], 64, np.array([0]), tokens=tokens)
+    assert len(found) == 2
