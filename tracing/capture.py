@@ -5,8 +5,8 @@ trace = load_trace("code.npz")
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +14,17 @@ import numpy as np
 from edgemoe.errors import UserError
 from edgemoe.llamacpp.graph import TOPK, Router, find_routers
 from edgemoe.llamacpp.hub import Hub
-from edgemoe.llamacpp.session import Session
+from edgemoe.llamacpp.session import Session, check_limits
 from edgemoe.model import Model, read_model
 from edgemoe.progress import Advance
+from edgemoe.tracing.interrupts import interrupts_ignored
 from edgemoe.tracing.output import claim, prepare
 from edgemoe.tracing.provenance import provenance
 from edgemoe.tracing.recorder import Recorder
 from edgemoe.tracing.selfcheck import failures
 from edgemoe.tracing.spool import Spool
-from edgemoe.tracing.texts import Source, Window, check_sources, cut_windows, read_texts
+from edgemoe.tracing.texts import Source, Window, cut_windows, read_sources, tokenize_texts
+from edgemoe.units import format_ranges
 
 # Tokens between two writes of the spool when decoding one at a time: what a kill may lose.
 DECODE_CHUNK = 64
@@ -46,6 +48,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.n_ctx < 2:
             raise UserError(f"--ctx {self.n_ctx}: a window has at least 2 tokens")
+        check_limits(self.n_ctx, self.n_threads)
 
 
 @dataclass(frozen=True)
@@ -79,41 +82,33 @@ def capture(
     run early: what was captured is written and marked partial. Raises `UserError` for everything that a person can
     mend, where possible before the model is loaded; an existing output stays as it was until the new one is whole.
     """
-    claim(out, overwrite)
-    check_sources(sources)
     described = _moe_model(model, settings.layers)
+    claim(out, overwrite, [*described.files, *(source.path for source in sources)])
+    contents = read_sources(sources)
     hub = Hub()
-    with Session(
-        described.files[0],
-        n_ctx=settings.n_ctx,
-        n_batch=settings.n_ctx,
-        n_ubatch=settings.n_ubatch,
-        n_gpu_layers=settings.n_gpu_layers,
-        n_threads=settings.n_threads,
-        hub=hub,
-    ) as session:
-        texts = read_texts(sources, session.tokenize, settings.max_tokens)
-        windows = cut_windows(texts, settings.n_ctx, session.bos)
-        routers = _routers(session, hub, windows[0].tokens[:1], described, settings.layers)
-        recorder = Recorder(hub, described, routers, settings.scores, settings.weights, settings.pregate)
-        recorder.verify(session, windows[0].tokens[: session.n_batch])
-        meta = provenance(described, session, texts, settings, routers, recorder.n_experts)
-        spool = prepare(out, overwrite, [router.layer for router in routers], recorder.widths, meta)
-        planned = sum(len(window.tokens) for window in windows)
-        try:
-            with watch(planned) as advance:
-                _run(session, recorder, spool, windows, settings.decode, advance)
-            interrupted = False
-        except KeyboardInterrupt:
-            interrupted = True
-        except OSError as error:
-            raise UserError(f"{spool.path}: cannot be written ({error.strerror}); what was captured is there") from None
-        except UserError as error:
-            if spool.n_tokens:
-                raise UserError(f"{error}; what was captured until then is in {spool.path}") from None
-            spool.remove()
-            raise
-    return _finish(spool, out, planned, interrupted)
+    with ExitStack() as left:
+        with Session(
+            described.files[0],
+            n_ctx=settings.n_ctx,
+            n_batch=settings.n_ctx,
+            n_ubatch=settings.n_ubatch,
+            n_gpu_layers=settings.n_gpu_layers,
+            n_threads=settings.n_threads,
+            hub=hub,
+        ) as session:
+            texts = tokenize_texts(sources, contents, session.tokenize, settings.max_tokens)
+            windows = cut_windows(texts, settings.n_ctx, session.bos)
+            routers = _routers(session, hub, windows[0].tokens[:1], described, settings.layers)
+            recorder = Recorder(hub, described, routers, settings.scores, settings.weights, settings.pregate)
+            recorder.verify(session, windows[0].tokens[: session.n_batch])
+            meta = provenance(described, session, texts, settings, routers, recorder.n_experts)
+            spool = left.enter_context(
+                prepare(out, overwrite, [router.layer for router in routers], recorder.widths, meta)
+            )
+            interrupted = _run(session, recorder, spool, windows, settings.decode, watch)
+            # What is left to do is short, and undoing it would lose the trace.
+            left.enter_context(interrupts_ignored())
+        return _finish(spool, out, sum(len(window.tokens) for window in windows), interrupted)
 
 
 def _moe_model(path: str | Path, layers: Sequence[int] | None) -> Model:
@@ -129,18 +124,7 @@ def _moe_model(path: str | Path, layers: Sequence[int] | None) -> Model:
 def _check_layers(path: str | Path, wanted: Sequence[int] | None, there: Sequence[int]) -> None:
     unknown = [layer for layer in wanted or () if layer not in there]
     if unknown:
-        raise UserError(f"{path}: layer {unknown[0]} is no MoE layer: they are {_ranges(there)}")
-
-
-def _ranges(ids: Sequence[int]) -> str:
-    """`1-3, 5` of 1, 2, 3, 5."""
-    runs: list[list[int]] = []
-    for i in ids:
-        if runs and i == runs[-1][-1] + 1:
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+        raise UserError(f"{path}: layer {unknown[0]} is no MoE layer: they are {format_ranges(there)}")
 
 
 def _routers(
@@ -158,38 +142,61 @@ def _routers(
 
 
 def _run(
-    session: Session, recorder: Recorder, spool: Spool, windows: list[Window], decode: bool, advance: Advance
-) -> None:
-    for window in windows:
-        session.clear()
-        spool.begin_window(window.domain)
-        step = min(DECODE_CHUNK, session.n_batch) if decode else session.n_batch
-        for start in range(0, len(window.tokens), step):
-            recorder.record(session, spool, window.tokens[start : start + step], start, decode, advance)
+    session: Session,
+    recorder: Recorder,
+    spool: Spool,
+    windows: list[Window],
+    decode: bool,
+    watch: Callable[[int], AbstractContextManager[Advance]],
+) -> bool:
+    """Spool every window; whether an interrupt ended it early. Other endings say where the spool is."""
+    try:
+        with watch(sum(len(window.tokens) for window in windows)) as advance:
+            for window in windows:
+                session.clear()
+                spool.begin_window(window.domain)
+                step = min(DECODE_CHUNK, session.n_batch) if decode else session.n_batch
+                for start in range(0, len(window.tokens), step):
+                    recorder.record(session, spool, window.tokens[start : start + step], start, decode, advance)
+    except KeyboardInterrupt:
+        return True
+    except OSError as error:
+        raise UserError(f"{spool.path}: cannot be written ({error.strerror}); what was captured is there") from None
+    except UserError as error:
+        if spool.n_tokens:
+            raise UserError(f"{error}; what was captured until then is in {spool.path}") from None
+        spool.remove()
+        raise
+    return False
 
 
 def _finish(spool: Spool, out: Path, planned: int, interrupted: bool) -> Report:
     """Check what was captured and turn the spool into the trace file."""
-    report = Report(
-        path=out,
-        n_tokens=spool.n_tokens,
-        planned_tokens=planned,
-        n_windows=len(spool.windows()[0]),
-        layers=spool.layers,
-        n_experts=spool.meta["num_experts"],
-        top_k=spool.widths["experts"],
-        partial=interrupted,
-        members=tuple(spool.widths),
-    )
-    if not report.n_tokens:
-        spool.remove()
-        return Report(**{**vars(report), "path": None})
-    starts = np.array(spool.windows()[0], np.int64)
-    wrong = failures(spool.member("experts"), report.n_experts, starts, spool.layers)
     try:
+        n_tokens = spool.n_tokens
+        starts = np.array(spool.windows(n_tokens)[0], np.int64)
+        report = Report(
+            path=out,
+            n_tokens=n_tokens,
+            planned_tokens=planned,
+            n_windows=len(starts),
+            layers=spool.layers,
+            n_experts=spool.meta["num_experts"],
+            top_k=spool.widths["experts"],
+            partial=interrupted,
+            members=tuple(spool.widths),
+        )
+        if interrupted and not n_tokens:
+            spool.remove()
+            return replace(report, path=None)
+        if n_tokens > planned or (n_tokens < planned and not interrupted):
+            raise UserError(
+                f"{spool.path}: holds {n_tokens} tokens where {planned} were to be traced: "
+                "something else changed it; remove it and trace again"
+            )
+        layers = spool.member("experts", n_tokens)
+        wrong = failures(layers, report.n_experts, starts, spool.layers, spool.tokens(n_tokens))
         spool.assemble(out, partial=interrupted, self_check=wrong or "passed")
     except OSError as error:
-        raise UserError(
-            f"{out}: cannot be written ({error.strerror}); what was captured is in {spool.path.name}"
-        ) from None
-    return Report(**{**vars(report), "failures": wrong})
+        raise UserError(f"{out}: cannot be written ({error.strerror}); what was captured is in {spool.path}") from None
+    return replace(report, failures=wrong)

@@ -50,20 +50,30 @@ class Window:
     tokens: np.ndarray  # [T] int32
 
 
-def check_sources(sources: Sequence[Source]) -> None:
-    """Raise `UserError` for the first file that cannot be read: before minutes go into loading a model."""
+def read_sources(sources: Sequence[Source]) -> list[bytes]:
+    """The contents of every file, each read once, since a pipe gives them only once.
+
+    Raises `UserError` for the first that cannot be read: before minutes go into loading a model.
+    """
     if not sources:
         raise UserError("nothing to trace: give a text with -f FILE or -f DOMAIN=FILE")
-    for source in sources:
-        try:
-            with source.path.open("rb") as file:
-                file.read(1)
-        except OSError as error:
-            raise UserError(f"{source.path}: cannot be read ({error.strerror})") from None
+    return [_read(source.path) for source in sources]
 
 
-def read_texts(
-    sources: Sequence[Source], tokenize: Callable[[bytes], np.ndarray], max_tokens: int | None
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:  # a NUL in the name
+        raise UserError(f"{str(path)!r}: cannot be read ({error})") from None
+
+
+def tokenize_texts(
+    sources: Sequence[Source],
+    contents: Sequence[bytes],
+    tokenize: Callable[[bytes], np.ndarray],
+    max_tokens: int | None,
 ) -> list[Text]:
     """Tokenise every source, at most `max_tokens` per domain over all of its files.
 
@@ -71,9 +81,8 @@ def read_texts(
     """
     counts: dict[str, int] = dict.fromkeys((source.domain for source in sources), 0)
     texts = []
-    for source in sources:
+    for source, data in zip(sources, contents, strict=True):
         left = None if max_tokens is None else max_tokens - counts[source.domain]
-        data = source.path.read_bytes()
         tokens = _tokens(source, data, tokenize, left)
         counts[source.domain] += len(tokens)
         texts.append(Text(source, hashlib.sha256(data).hexdigest(), tokens))

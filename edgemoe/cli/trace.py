@@ -104,18 +104,23 @@ def trace(
 
 
 def _layer_ids(text: str | None) -> tuple[int, ...] | None:
-    """`0,3-5` as (0, 3, 4, 5)."""
+    """`0,3-5` as (0, 3, 4, 5). A range goes no further than any model does; its ids are later held against this one."""
     from edgemoe.errors import UserError
+    from edgemoe.llamacpp.session import MAX_LAYERS
 
     if text is None:
         return None
     ids: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
+        if not _is_number(first) or (dash and not _is_number(last)) or int(last or first) < int(first):
             raise UserError(f"--layers {text}: expected layer numbers and ranges, like 0,3-5")
-        ids.update(range(int(first), int(last or first) + 1))
+        ids.update(range(int(first), min(int(last or first), max(int(first), MAX_LAYERS)) + 1))
     return tuple(sorted(ids))
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 20
 
 
 def _interrupt_on_sigterm() -> None:

@@ -1,7 +1,9 @@
 """The spool: what a run leaves is readable whatever ended it, and becomes the trace file without being read whole."""
 
+import gc
 import json
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,8 @@ import pytest
 
 from edgemoe.errors import UserError
 from edgemoe.tracing import load_trace
-from edgemoe.tracing.spool import Spool
+from edgemoe.tracing.output import prepare
+from edgemoe.tracing.spool import Spool, is_being_written
 
 META = {"num_experts": 16, "top_k": 3, "note": "x"}
 
@@ -78,9 +81,7 @@ def test_the_error_for_a_missing_trace_points_at_the_spool(tmp_path: Path) -> No
         load_trace(tmp_path / "t.npz")
 
 
-def test_folders_that_are_no_spool(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not a trace in progress"):
-        load_trace(tmp_path)
+def test_a_spool_without_a_token(tmp_path: Path) -> None:
     empty = Spool.create(tmp_path / "e.npz.partial", [0], {"experts": 2}, META)
     with pytest.raises(UserError, match="before its first token"):
         load_trace(empty.path)
@@ -98,6 +99,45 @@ def test_an_interrupted_assembly_loses_nothing(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "t.npz").read_bytes() == b"old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.npz", "t.npz.partial"]
     assert np.array_equal(load_trace(spool.path).experts, arrays["experts"])
+
+
+def test_two_runs_never_share_a_spool(tmp_path: Path) -> None:
+    """The name may be taken away from under a run: what it writes still goes nowhere else."""
+    spool, _ = filled(tmp_path / "t.npz.partial")
+    assert is_being_written(spool.path)
+    with pytest.raises(UserError, match="another run is writing it"):
+        prepare(tmp_path / "t.npz", True, [0], {"experts": 3}, META)
+    spool.path.rename(tmp_path / "moved")
+    with prepare(tmp_path / "t.npz", True, [1, 2, 5], {"experts": 3, "scores": 16}, META) as other:
+        spool.append(np.zeros(4, np.int32), {"experts": [np.zeros((4, 3))] * 3, "scores": [np.zeros((4, 16))] * 3})
+        assert other.n_tokens == 0 and spool.n_tokens == 54
+    assert not is_being_written(other.path) and is_being_written(tmp_path / "moved")
+    with spool:
+        pass
+    assert not is_being_written(tmp_path / "moved") and load_trace(tmp_path / "moved").n_tokens == 54
+
+
+def test_a_spool_is_readable_while_it_grows(tmp_path: Path) -> None:
+    spool, arrays = filled(tmp_path / "t.npz.partial")
+    spool._append("experts.0.raw", np.zeros((9, 3), np.int16))
+    assert np.array_equal(load_trace(spool.path).experts, arrays["experts"])
+
+
+def test_a_failure_in_the_middle_of_the_archive_says_nothing_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """zipfile complains on stderr if an archive is dropped with an open member in it."""
+    spool, _ = filled(tmp_path / "t.npz.partial")
+
+    def pieces(*_: object) -> Iterator[np.ndarray]:
+        yield np.zeros((10, 3), np.int16)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Spool, "pieces", pieces)
+    with pytest.raises(OSError, match="Input/output error"):
+        spool.assemble(tmp_path / "t.npz")
+    gc.collect()
+    assert capsys.readouterr().err == "" and sorted(path.name for path in tmp_path.iterdir()) == ["t.npz.partial"]
 
 
 def test_assembling_needs_little_memory(tmp_path: Path) -> None:

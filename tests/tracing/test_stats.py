@@ -139,23 +139,6 @@ def test_split_takes_domains_apart_and_keeps_names_unique():
         stats.split([both], ["math"])
 
 
-@pytest.mark.parametrize(
-    ("trace", "words"),
-    [
-        (a_trace(np.zeros((1, 0, 2))), "holds no tokens"),
-        (a_trace([[0, 4]]), "expert id 4, but the model has experts 0 to 3"),
-        (a_trace([[0, -2]]), "expert id -2"),
-        (a_trace([[0, 1], [1, 2]], windows=[0, 2]), "windows do not ascend"),
-        (a_trace([[0, 1], [1, 2]], windows=[1]), "windows do not ascend"),
-    ],
-)
-def test_a_trace_that_contradicts_itself_is_refused(trace, words):
-    with pytest.raises(UserError, match=words):
-        stats.split([trace])
-    with pytest.raises(UserError, match=words):
-        stats.reuse(trace)
-
-
 def test_one_token_is_a_trace():
     trace = a_trace([[0, 1]])
     assert np.isnan(row(stats.reuse(trace))["reuse"])

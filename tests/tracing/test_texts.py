@@ -1,17 +1,24 @@
 """Texts: domains, limits, windows, and the mistakes that a person makes with files."""
 
+import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from edgemoe.errors import UserError
-from edgemoe.tracing.texts import Source, check_sources, cut_windows, read_texts
+from edgemoe.tracing.texts import Source, Text, cut_windows, read_sources, tokenize_texts
 
 
 def by_character(text: bytes) -> np.ndarray:
     """A tokenizer: one token per character."""
     return np.array([ord(character) for character in text.decode()], np.int32)
+
+
+def read_texts(sources: list[Source], tokenize: Callable[[bytes], np.ndarray], max_tokens: int | None) -> list[Text]:
+    return tokenize_texts(sources, read_sources(sources), tokenize, max_tokens)
 
 
 def write(path: Path, text: str) -> Path:
@@ -69,11 +76,24 @@ def test_texts_that_cannot_be_traced(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"latin: not UTF-8 text \(byte 2\)"):
         read_texts([Source("x", latin)], by_character, None)
     with pytest.raises(UserError, match=r"nope: cannot be read \(No such file"):
-        check_sources([Source("x", tmp_path / "nope")])
+        read_sources([Source("x", tmp_path / "nope")])
     with pytest.raises(UserError, match=r"cannot be read \(Is a directory"):
-        check_sources([Source("x", tmp_path)])
+        read_sources([Source("x", tmp_path)])
+    with pytest.raises(UserError, match="cannot be read"):
+        read_sources([Source("x", Path("a\0b"))])
     with pytest.raises(UserError, match="nothing to trace"):
-        check_sources([])
+        read_sources([])
+
+
+def test_a_pipe_is_read_once_and_whole(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    content = "".join(f"line {i}\n" for i in range(20_000)).encode()  # more than one buffer
+    writer = threading.Thread(target=pipe.write_bytes, args=(content,))
+    writer.start()
+    [text] = read_texts([Source("x", pipe)], by_character, None)
+    writer.join()
+    assert len(text.tokens) == len(content)
 
 
 @pytest.mark.parametrize(("bos", "lengths"), [(None, [16, 16, 8, 16, 16, 1]), (99, [16, 16, 11, 16, 16, 4])])

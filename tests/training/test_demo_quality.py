@@ -15,7 +15,7 @@ import edgemoe.data  # noqa: E402
 from edgemoe.llamacpp.session import Session  # noqa: E402
 from edgemoe.model import read_model  # noqa: E402
 from edgemoe.tracing.capture import Settings, capture  # noqa: E402
-from edgemoe.tracing.texts import Source, cut_windows, read_texts  # noqa: E402
+from edgemoe.tracing.texts import Source, cut_windows, read_sources, tokenize_texts  # noqa: E402
 from edgemoe.tracing.tracefile import Trace, load_trace  # noqa: E402
 from edgemoe.training.card import write_card  # noqa: E402
 from edgemoe.training.data import DOMAINS  # noqa: E402
@@ -38,7 +38,7 @@ def cross_entropy() -> dict[str, float]:
     """Nats per token of each sample, in windows of 512 that start with BOS."""
     losses: dict[str, list[np.ndarray]] = {domain: [] for domain in DOMAINS}
     with Session(DEMO, n_ctx=512, n_threads=1) as session:
-        texts = read_texts(SOURCES, session.tokenize, None)
+        texts = tokenize_texts(SOURCES, read_sources(SOURCES), session.tokenize, None)
         for window in cut_windows(texts, session.n_ctx, session.bos)[::EVERY]:
             session.clear()
             session.decode(window.tokens)
