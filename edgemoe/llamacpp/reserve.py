@@ -73,6 +73,10 @@ class _Window:
             raise UserError("this llama.cpp build keeps buffer types differently: install llama-cpp-python==0.3.36")
         self._allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(self._buffer)
         self._type[_ALLOCATE] = ctypes.cast(self._allocate, ctypes.c_void_p).value
+        # By name, llama.cpp tells apart which tensors share a buffer.
+        label = ctypes.create_string_buffer(b"edgemoe window")
+        self._name = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _type: ctypes.addressof(label))
+        self._type[_NAME] = ctypes.cast(self._name, ctypes.c_void_p).value
         self.address = ctypes.addressof(self._type)
         self._mapped: list[tuple[int, int]] = []
         self.problem: OSError | None = None

@@ -30,10 +30,11 @@ def kernel(function: F) -> F:
 
 
 def _stamp() -> str:
-    here = Path(__file__).parent
-    own = b"".join((here / f"{name}.py").read_bytes() for name in ("jit", "pregate", "reads", "step", "words"))
-    others = [source_digest(Path(str(module.__file__)).parent) for module in (algorithm1, native)]
-    return hashlib.sha256(own + "".join(others).encode()).hexdigest()
+    here, base = Path(__file__).parent, Path(str(native.__file__)).parent
+    files = [here / f"{name}.py" for name in ("jit", "pregate", "reads", "step", "words")]
+    files += [base / "native.py", base / "layout.py"]
+    policy = source_digest(Path(str(algorithm1.__file__)).parent)
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files) + policy.encode()).hexdigest()
 
 
 SOURCES = _stamp()
