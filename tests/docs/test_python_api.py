@@ -1,4 +1,4 @@
-"""The examples of docs/python-api.md run, in order, on a trace like the one they name."""
+"""The examples of docs/python-api.md run, in order, on a trace like the one they name and on the demo model."""
 
 import re
 from pathlib import Path
@@ -23,13 +23,16 @@ def test_every_example_runs(tmp_path, monkeypatch, capsys):
         pregate=scores,
     )
     save_trace(trace, tmp_path / "story.npz")
+    (tmp_path / "model.gguf").symlink_to(PAGE.parents[1] / "edgemoe" / "data" / "demo-moe-32m-q8_0.gguf")
     monkeypatch.chdir(tmp_path)
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     assert len(examples) >= 6
     names: dict = {}
     for example in examples:
         exec(compile(example, str(PAGE), "exec"), names)
-    assert "of the experts" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "of the experts" in said and "hit rate" in said
+    assert [message["role"] for message in names["messages"]] == ["user", "assistant", "user", "assistant", "user"]
     assert {"load.png", "reuse.svg", "working-set.png", "similarity.png"} <= {
         path.name for path in (tmp_path / "pictures").iterdir()
     }
