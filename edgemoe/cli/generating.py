@@ -56,23 +56,27 @@ def loaded(model: Path, quiet: bool, streaming: dict[str, Any], n_gpu_layers: in
         writer = load(model, advance=count, **where, **settings)
     with writer:
         if not quiet:
-            for note in notes(writer):
+            for note in notes(writer, calibrated="calibration" in streaming):
                 print(f"note {note}", file=sys.stderr)  # noqa: T201
         yield writer
 
 
-def notes(writer: Writer) -> Iterator[str]:
+def notes(writer: Writer, calibrated: bool) -> Iterator[str]:
     """What a person should know of how the experts are held before reading the text."""
+    from edgemoe.policy import Policy
     from edgemoe.streaming.engine import StreamingEngine
 
     engine = writer.engine
     if not isinstance(engine, StreamingEngine):
         return
-    geometry = engine.model.geometry
-    yield f"{engine.capacity} of {geometry.n_experts} experts per layer have a slot in RAM; {engine.policy}"
-    if engine.capacity == geometry.n_experts:
+    n_experts, policy = engine.model.geometry.n_experts, engine.policy
+    yield f"{engine.capacity} of {n_experts} experts per layer have a slot in RAM; policy: {policy}"
+    if engine.capacity == n_experts:
         yield "every expert fits: without --ram and --residency llama.cpp may arrange them for speed"
-    if engine.policy.routing != "exact":
+    if not calibrated and policy != Policy():
+        scale = ", the bonus scale is a running mean" if policy.uses_bonus else ""
+        yield f"no --calibration: the warm set is experts 0 to {engine.capacity - 1}{scale}, there is no token prior"
+    if policy.routing != "exact":
         yield "the router is steered towards what is in RAM: the text is not exactly the model's own"
     if not engine.direct:
         yield "this file system cannot be read past the page cache: what reads leave in it is dropped"

@@ -1,7 +1,9 @@
 """Writing with the experts on disk: the resident engine's text, the same text again, and figures that agree."""
 
 import json
+import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,9 @@ from edgemoe.cli import commands
 from edgemoe.errors import UserError
 from edgemoe.generation import load
 from edgemoe.generation.summary import Meter
+from edgemoe.machine.disk import disk_of
+from edgemoe.machine.identity import gpu_uuids, this_host
+from edgemoe.machine.profile import Profile, RamRates, Rate, Ssd, SsdPoint, ThreadsRate, save_profile
 
 DEMO = Path(__file__).parents[2] / "edgemoe" / "data" / "demo-moe-32m-q8_0.gguf"
 SETTINGS = {"n_ctx": 256, "n_threads": 1}
@@ -19,8 +24,6 @@ PROMPT = "And God said, Let there be light: and"
 @pytest.fixture
 def sigterm() -> Iterator[None]:
     """A command takes SIGTERM for itself: a test that runs one in this process gives it back."""
-    import signal
-
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -69,8 +72,8 @@ def test_the_command_says_how_the_experts_were_held(capsys, sigterm, tmp_path):
     assert 0 < said["decode_phase"]["hit_rate"] < 1 and said["bytes_per_token"] > 0
     assert commands.run([*line, "--residency", "16", "--metrics", str(metrics)]) == 0
     shown = capsys.readouterr()
-    assert "16 of 64 experts per layer have a slot in RAM; exact routing" in shown.err
-    assert "steered" not in shown.err
+    assert "16 of 64 experts per layer have a slot in RAM; policy: exact routing" in shown.err
+    assert "steered" not in shown.err and "no --calibration" not in shown.err
     assert "hit rate" in shown.err and "demand reads per token" in shown.err
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert all(line["loads"] == 64 for line in lines[1:]) and sum(line["demand_bytes"] for line in lines) > 0
@@ -79,7 +82,29 @@ def test_the_command_says_how_the_experts_were_held(capsys, sigterm, tmp_path):
 def test_steering_is_said(capsys, sigterm):
     line = ["run", str(DEMO), "-p", PROMPT, "-n", "2", "--threads", "1", "-c", "256"]
     assert commands.run([*line, "--residency", "50%", "--policy", "cache-prior"]) == 0
-    assert "steered towards what is in RAM" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "steered towards what is in RAM" in shown
+    assert "no --calibration: the warm set is experts 0 to 31, the bonus scale is a running mean" in shown
+
+
+def test_reads_are_set_beside_the_probed_disk(capsys, sigterm, tmp_path, monkeypatch):
+    """A profile of this machine whose disk gives 2 GB/s; without one the share is not known."""
+    rate = Rate(2e9, 0.01, 5, True)
+    points = (SsdPoint("random", 1 << 16, 8, rate), SsdPoint("sequential", 1 << 20, 8, rate))
+    disk = disk_of(DEMO.parent).device
+    ssd = Ssd(str(DEMO.parent), disk, "ext4", "SSD", "O_DIRECT", "file", 1 << 30, 512, points, False, "a disk")
+    threads = (ThreadsRate(1, rate),)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    line = ["run", str(DEMO), "-p", PROMPT, "-n", "6", "--seed", "1", "--threads", "1", "-c", "256"]
+    line += ["--residency", "25%", "--json"]
+    assert commands.run(line) == 0
+    assert json.loads(capsys.readouterr().out)["share_of_disk"] is None
+    measured = Profile(this_host(), "2025-01-01T00:00:00+00:00", RamRates(1 << 27, 1 << 25, threads, threads), ssd)
+    save_profile(replace(measured, present_gpus=gpu_uuids()))
+    assert commands.run(line) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["disk_bytes_per_s"] == pytest.approx(2e9)
+    assert said["share_of_disk"] == pytest.approx(said["read_bytes_per_s"] / 2e9) and said["share_of_disk"] > 0
 
 
 def test_a_policy_without_a_budget_is_refused():
