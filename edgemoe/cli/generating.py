@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import threading
@@ -154,7 +155,7 @@ def perform(
         steps = writer.run(prompt, options)
         with StatusLine(quiet) as line:
             first = _first_step(steps, writer, line)
-            for step in _chained(first, steps):
+            for step in itertools.chain([first], steps):
                 meter.step(step)
                 metrics.add(step, meter, **more)
                 text.append(step.text)
@@ -165,13 +166,13 @@ def perform(
                     line.show(_status(meter))
     except KeyboardInterrupt:
         meter.finish = "interrupted"
-    summary = meter.summary(seed=writer.seed, prompt_tokens=len(writer.prompt), reused_tokens=writer.context.reused)
+    summary = meter.summary(
+        seed=writer.seed,
+        prompt_tokens=len(writer.prompt),
+        reused_tokens=writer.context.reused,
+        disk_bytes_per_s=probed_disk(writer),
+    )
     return "".join(text), summary
-
-
-def _chained(first: Step, rest: Iterator[Step]) -> Iterator[Step]:
-    yield first
-    yield from rest
 
 
 def _first_step(steps: Iterator[Step], writer: Writer, line: StatusLine) -> Step:
