@@ -164,4 +164,4 @@ def test_ram_is_a_promise(gigabyte, ram, policy):
     model = read_model(gigabyte)
     assert 4 <= capacity < 32 and read > 32 * model.geometry.expert_bytes[0]
     assert capacity * model.geometry.slot_bytes < held <= 1.05 * ram
-    assert held > 0.6 * ram, "a promise that wastes the budget"
+    assert held > 0.45 * ram, "what a compiling start and a chunk need at times is kept free, but not more"

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgemoe.calibration import Calibration, TokenPrior
 from edgemoe.demo import demo_model
 from edgemoe.model.synthetic import write_synthetic
 from edgemoe.policy import LogicalCache, preset
@@ -67,6 +68,42 @@ def test_decisions_are_those_of_a_replay(name):
             for part, copies in enumerate((first, second)):
                 count = record["counts"][layer, t, part]
                 assert record["copies"][layer, t, part, :count].tolist() == [copy.expert for copy in copies]
+
+
+def made_up_calibration(n_vocab, layers=8, experts=64):
+    rng = np.random.default_rng(3)
+    cells = [np.sort(rng.choice(layers * experts, 12, replace=False)) for _ in range(n_vocab)]
+    prior = TokenPrior(
+        (layers, experts),
+        np.arange(n_vocab, dtype=np.int32),
+        np.full(n_vocab, 9, np.uint32),
+        np.arange(0, 12 * n_vocab + 1, 12, dtype=np.int64),
+        np.concatenate(cells).astype(np.uint32),
+        rng.integers(1, 10, 12 * n_vocab).astype(np.uint32),
+    )
+    warm = np.stack([rng.permutation(experts) for _ in range(layers)]).astype(np.int16)
+    delta = rng.uniform(2, 4, layers).astype(np.float32)
+    return Calibration(np.arange(layers, dtype=np.int32), experts, delta, warm, prior, "demo", ("",))
+
+
+def test_a_calibration_decides_too():
+    """Warm set, bonus scale and token prior, in the tier as in a cache that Python drives."""
+    with make(policy=PRESETS["psr"]) as plain:
+        uncalibrated, known = generate(plain), made_up_calibration(plain.n_vocab)
+    with make(policy=PRESETS["psr"], calibration=known) as engine:
+        assert engine.policy.scale == "fixed"
+        assert not np.array_equal(generate(engine), uncalibrated)
+        record = joined(engine)
+    shape = {"n_layers": 8, "n_experts": 64, "top_k": 8, "capacity": 16}
+    cache = LogicalCache(PRESETS["psr"], **shape, delta=known.delta, warm=known.warm)
+    cache.prior = np.zeros((8, 1, 64), np.float32)
+    for t, token in enumerate(record["tokens"].tolist()):
+        cache.prior[:, 0] = known.prior_row(token)
+        cache.begin_token(0)
+        for layer in range(8):
+            if layer:
+                cache.prefetch(layer, record["pregate"][layer, t])
+            assert cache.select(layer, record["scores"][layer, t]).experts == record["executed"][layer, t].tolist()
 
 
 @pytest.mark.parametrize("name", ["psr", "psr-gated", "cache-prior"])
