@@ -27,12 +27,13 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 namespace {
 
 constexpr size_t MIN_TOKENS = 32; // less says nothing about routing
+constexpr int MAX_CTX     = 1 << 20; // more than any model is trained for; what wraps in llama.cpp is far above
+constexpr int MAX_THREADS = 512;     // GGML_MAX_N_THREADS: the thread pool does not look
 
 volatile std::sig_atomic_t interrupted = 0;
 
@@ -66,17 +67,22 @@ struct options {
     std::string model, input, output;
     int  ctx        = 512;
     int  max_tokens = INT_MAX;
-    int  threads    = std::max(1, (int) std::thread::hardware_concurrency());
+    int  threads    = std::min(std::max(1, (int) std::thread::hardware_concurrency()), MAX_THREADS);
     int  gpu_layers = 0;
     bool decode     = false;
 };
 
-int integer(const std::string & name, const std::string & value, int least) {
+struct bounded {
+    int * number;
+    int least, most;
+};
+
+int integer(const std::string & name, const std::string & value, int least, int most) {
     char * end = nullptr;
     errno = 0;
     const long number = std::strtol(value.c_str(), &end, 10);
-    if (value.empty() || *end || errno || number < least || number > INT_MAX) {
-        fail("%s takes an integer of at least %d, not '%s'", name.c_str(), least, value.c_str());
+    if (value.empty() || *end || errno || number < least || number > most) {
+        fail("%s takes an integer from %d to %d, not '%s'", name.c_str(), least, most, value.c_str());
     }
     return (int) number;
 }
@@ -84,11 +90,11 @@ int integer(const std::string & name, const std::string & value, int least) {
 options parse(int argc, char ** argv) {
     options opt;
     const std::map<std::string, std::string *> paths = {{"-m", &opt.model}, {"-f", &opt.input}, {"-o", &opt.output}};
-    const std::map<std::string, std::pair<int *, int>> numbers = {
-        {"--ctx", {&opt.ctx, 2}},
-        {"--max-tokens", {&opt.max_tokens, 1}},
-        {"-t", {&opt.threads, 1}},
-        {"-ngl", {&opt.gpu_layers, -1}},
+    const std::map<std::string, bounded> numbers = {
+        {"--ctx", {&opt.ctx, 2, MAX_CTX}},
+        {"--max-tokens", {&opt.max_tokens, 1, INT_MAX}},
+        {"-t", {&opt.threads, 1, MAX_THREADS}},
+        {"-ngl", {&opt.gpu_layers, -1, INT_MAX}},
     };
     for (int i = 1; i < argc; i++) {
         const std::string name = argv[i];
@@ -111,7 +117,7 @@ options parse(int argc, char ** argv) {
         if (path != paths.end()) {
             *path->second = argv[i];
         } else {
-            *number->second.first = integer(name, argv[i], number->second.second);
+            *number->second.number = integer(name, argv[i], number->second.least, number->second.most);
         }
     }
     if (opt.model.empty() || opt.input.empty() || opt.output.empty()) {
@@ -318,7 +324,7 @@ int run(int argc, char ** argv) {
     const std::string content = read_text(opt.input);
     std::signal(SIGINT, on_signal);
     std::signal(SIGTERM, on_signal);
-    trace_file out(opt.output);
+    refuse_unwritable(opt.output); // an unwritable output must not cost minutes
 
     llama_log_set(keep_complaint, nullptr);
     if (ggml_backend_dev_count() == 0) {
@@ -330,6 +336,7 @@ int run(int argc, char ** argv) {
     listener.n_experts = count_experts(opt, model.get());
     const std::vector<token_list> windows = cut(tokenize(opt, model.get(), content), opt.ctx, bos_of(model.get()));
     const context_ptr context = open_context(opt, model.get(), listener);
+    trace_file out(opt.output);
     trace(opt, model.get(), context.get(), listener, out, windows);
     if (!out.begun) {
         fail("interrupted, nothing written");

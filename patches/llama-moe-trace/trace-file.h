@@ -11,6 +11,8 @@
 #include <stdexcept>
 #include <string>
 
+#include <unistd.h>
+
 // The header's JSON object, built member by member.
 struct json_object {
     std::string members;
@@ -37,13 +39,23 @@ struct json_object {
     std::string text() const { return "{" + members + "}"; }
 };
 
+// Ends the run if no trace can be written to `out`: a file that is there is never replaced.
+inline void refuse_unwritable(const std::string & out) {
+    const size_t slash = out.rfind('/');
+    const std::string folder = slash == std::string::npos ? "." : out.substr(0, slash + 1);
+    errno = access(out.c_str(), F_OK) == 0 ? EEXIST : access(folder.c_str(), W_OK) == 0 ? 0 : errno;
+    if (errno) {
+        throw std::runtime_error(out + ": cannot write (" + strerror(errno) + ")");
+    }
+}
+
 struct trace_file {
     std::string path;
     FILE *   file;
     bool     begun = false;
     uint32_t total = 0; // tokens
 
-    // Opened before the model loads: an unwritable output must not cost minutes. Never overwrites.
+    // Opened when all else is ready, so that no failure before leaves an empty file. Never overwrites.
     explicit trace_file(const std::string & out) : path(out), file(fopen(out.c_str(), "wbx")) { check(file); }
 
     trace_file(const trace_file &) = delete;

@@ -88,6 +88,21 @@ def test_only_public_headers_of_llama_cpp_are_used():
     assert includes == {"llama.h", "ggml.h", *(file.name for file in (PATCHES / "llama-moe-trace").glob("*.h"))}
 
 
+@pytest.mark.skipif(
+    "EDGEMOE_LLAMA_SDIST" not in os.environ,
+    reason="compiles llama.cpp (minutes): set EDGEMOE_LLAMA_SDIST to a llama_cpp_python-0.3.36.tar.gz",
+)
+def test_it_builds_from_the_source_distribution(place, tmp_path):
+    """In a copy of patches/, so that what is unpacked and built goes away with the test."""
+    shutil.copytree(PATCHES, tmp_path / "patches")
+    program = tmp_path / "llama-moe-trace"
+    command = [tmp_path / "patches" / "build", "--from-source", os.environ["EDGEMOE_LLAMA_SDIST"], "-o", program]
+    build = subprocess.run(command, capture_output=True, text=True)
+    assert build.returncode == 0, build.stderr[-2000:]
+    model = write_synthetic(tmp_path / "m.gguf")[0]
+    same(program, model, place / "text.txt", tmp_path, n_ctx=128, max_tokens=500, decode=False)
+
+
 MODELS = {
     "olmoe": {"arch": "olmoe"},
     "with BOS": {"arch": "qwen3moe", "add_bos": True},
@@ -176,12 +191,12 @@ def test_interrupted_runs_keep_what_was_captured(tool, place, olmoe, tmp_path, h
 
 
 def test_interrupted_before_the_first_token_leaves_nothing(tool, place, olmoe, tmp_path):
-    """While the text is tokenised, the output is already claimed."""
+    """While the text is tokenised: the model is mapped already, the output is not made yet."""
     (tmp_path / "long.txt").write_text(TEXT * 1000)
     out = tmp_path / "out"
     arguments = [tool, "-m", olmoe, "-f", tmp_path / "long.txt", "-o", out, "-t", "1"]
     running = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
-    wait_until(out.exists)
+    wait_until(lambda: olmoe.name in Path(f"/proc/{running.pid}/maps").read_text())
     running.send_signal(signal.SIGINT)
     _, message = running.communicate(timeout=60)
     assert (running.returncode, message) == (130, "llama-moe-trace: interrupted, nothing written\n")
@@ -218,7 +233,10 @@ def olmoe(place):
         ({"-o": "text.txt"}, "text.txt: cannot write (File exists)"),
         ({"-o": ""}, "all needed"),
         ({"-ngl": "9"}, "built without GPU support"),
-        ({"--ctx": "1"}, "--ctx takes an integer of at least 2, not '1'"),
+        ({"--ctx": "1"}, "--ctx takes an integer from 2 to 1048576, not '1'"),
+        ({"--ctx": "2147483647"}, "--ctx takes an integer from 2 to 1048576"),
+        ({"--ctx": "4294967298"}, "--ctx takes an integer from 2 to 1048576"),
+        ({"-t": "100000"}, "-t takes an integer from 1 to 512"),
         ({"--ctx": "12x"}, "--ctx takes an integer"),
         ({"-t": "99999999999"}, "-t takes an integer"),
         ({"--max-tokens": "0"}, "--max-tokens takes an integer"),
