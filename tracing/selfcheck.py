@@ -33,10 +33,10 @@ def failures(
 ) -> list[str]:
     """One line per check that fails; empty for a sound trace.
 
-    `layers` yields each layer's experts [T, k] (−1 pads), `windows` are first tokens, and `tokens` [T] are
-    their ids in the text, where known: a text that repeats itself is no independent sample. Checked: ids in range, distinct
-    within a token, counts not more even than random choice makes them, and reuse of the previous token's experts not
-    more than four standard errors below chance (over all layers; random routers exist, and are at chance).
+    `layers` yields each layer's experts [T, k] (−1 pads), `windows` are first tokens, and `tokens` [T] are their ids in
+    the text, where known: a text that repeats itself is no independent sample. Checked: ids in range, distinct within
+    a token, counts not more even than random choice makes them, and reuse of the previous token's experts not more
+    than four standard errors below chance (over all layers; random routers exist, and are at chance).
     """
     found: list[str] = []
     sums = _Sums()

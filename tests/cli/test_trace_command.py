@@ -25,6 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_synthetic(folder / "dense.gguf", "llama")
     write_synthetic(folder / "split.gguf", shards=2)
     (folder / "split-00002-of-00002.gguf").unlink()
+    write_synthetic(folder / "whole.gguf", shards=2)
+    (folder / "linked.gguf").symlink_to("moe.gguf")
     whole = (folder / "moe.gguf").read_bytes()
     (folder / "truncated.gguf").write_bytes(whole[:-1000])
     (folder / "headless.gguf").write_bytes(whole[:100])
@@ -75,7 +77,15 @@ def test_json_is_one_object_and_nothing_else(folder: Path) -> None:
         (("moe.gguf", "-f", "moe.gguf"), "not UTF-8"),
         (("moe.gguf", "-f", "text.txt", "--layers", "0,7"), "layer 7 is no MoE layer: they are 0-3"),
         (("moe.gguf", "-f", "text.txt", "--layers", "x"), "expected layer numbers"),
+        (("moe.gguf", "-f", "text.txt", "--layers", "0-999999999"), "layer 4 is no MoE layer: they are 0-3"),
+        (("moe.gguf", "-f", "text.txt", "--layers", "9" * 5000), "expected layer numbers"),
+        (("moe.gguf", "-f", "text.txt", "--ctx", "4294967298"), "a context of 4294967298 tokens: expected 1 to"),
+        (("moe.gguf", "-f", "text.txt", "--threads", "100000"), "100000 threads: expected 1 to 512"),
         (("moe.gguf", "-f", "text.txt", "-o", "exists.npz"), "exists already"),
+        (("moe.gguf", "-f", "text.txt", "-o", "moe.gguf", "--overwrite"), "is what the trace would be made of"),
+        (("moe.gguf", "-f", "text.txt", "-o", "linked.gguf", "--overwrite"), "is what the trace would be made of"),
+        (("moe.gguf", "-f", "text.txt", "-o", "text.txt", "--overwrite"), "is what the trace would be made of"),
+        (("whole-00001-of-00002.gguf", "-f", "text.txt", "-o", "whole-00002-of-00002.gguf", "--overwrite"), "made of"),
         (("moe.gguf", "-f", "text.txt", "-o", "."), "a folder, expected a file"),
         (("moe.gguf", "-f", "text.txt", "-o", "no/such/t.npz"), "no folder no/such"),
         (("moe.gguf", "-f", "text.txt", "-o", "/proc/t.npz"), "cannot be written to"),
@@ -99,11 +109,10 @@ def test_overwrite_replaces_only_with_a_whole_trace(folder: Path) -> None:
     assert load_trace(target).n_tokens == 64
 
 
-def start_and_signal(folder: Path, out: str, number: int, *options: str) -> subprocess.CompletedProcess[str]:
-    """Start a run of minutes, and send the signal once it has spooled a few hundred tokens."""
-    command = [*COMMAND, "moe.gguf", "-f", "text.txt", "-o", out, "--decode", "--threads", "1", *options]
+def start(folder: Path, out: str, *options: str) -> subprocess.Popen[str]:
+    """Start a run of minutes, and return once it has spooled a few hundred tokens."""
     process = subprocess.Popen(
-        command,
+        [*COMMAND, "moe.gguf", "-f", "text.txt", "-o", out, "--decode", "--threads", "1", *options],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -116,14 +125,20 @@ def start_and_signal(folder: Path, out: str, number: int, *options: str) -> subp
     while not (tokens.exists() and tokens.stat().st_size >= 4 * 200):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
-    os.kill(process.pid, number)
+    return process
+
+
+def end(process: subprocess.Popen[str], number: int, times: int = 1) -> subprocess.CompletedProcess[str]:
+    for _ in range(times):
+        os.kill(process.pid, number)
+        time.sleep(0.03 if times > 1 else 0)
     stdout, stderr = process.communicate(timeout=60)
-    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_is_kept_and_says_so(folder: Path, number: int) -> None:
-    done = start_and_signal(folder, f"i{number}.npz", number)
+    done = end(start(folder, f"i{number}.npz"), number)
     assert done.returncode == 130, done.stderr
     assert "PARTIAL: interrupted after" in done.stdout and "Traceback" not in done.stderr
     kept = load_trace(folder / f"i{number}.npz")
@@ -134,8 +149,57 @@ def test_an_interrupted_run_is_kept_and_says_so(folder: Path, number: int) -> No
     assert np.array_equal(kept.experts, load_trace(folder / f"w{number}.npz").experts)
 
 
+def test_an_impatient_ctrl_c_loses_nothing(folder: Path) -> None:
+    """Further ones come while the run ends and while the spool is being turned into the trace file."""
+    done = end(start(folder, "often.npz", "--scores"), signal.SIGINT, times=3)
+    assert done.returncode in (130, -signal.SIGINT) and "ZipFile" not in done.stderr, done.stderr
+    assert load_trace(folder / "often.npz").meta["partial"] is True
+    assert not (folder / "often.npz.partial").exists()
+
+
+def test_inside_the_last_step_interrupts_are_ignored_and_afterwards_not() -> None:
+    from edgemoe.tracing.interrupts import interrupts_ignored
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with interrupts_ignored():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_run_onto_the_same_file_is_refused_while_the_first_goes_on(folder: Path) -> None:
+    first = start(folder, "both.npz")
+    for options in ((), ("--overwrite",)):
+        second = trace(folder, "moe.gguf", "-f", "text.txt", "-o", "both.npz", *options)
+        assert second.returncode == 2 and "both.npz.partial: another run is writing it" in second.stderr
+        assert second.stderr.count("\n") == 1
+    done = end(first, signal.SIGINT)
+    assert done.returncode == 130, done.stderr
+    kept = load_trace(folder / "both.npz")
+    same = ("--max-tokens", str(kept.n_tokens), "--decode", "--threads", "1")
+    assert trace(folder, "moe.gguf", "-f", "text.txt", "-o", "alone.npz", *same).returncode == 0
+    assert np.array_equal(kept.experts, load_trace(folder / "alone.npz").experts)
+
+
+def test_a_text_from_a_pipe_is_traced_whole(folder: Path) -> None:
+    text = (folder / "text.txt").read_text()[:60_000]
+    (folder / "piped.txt").write_text(text)
+    for name, source in (("pipe.npz", "a=/dev/stdin"), ("file.npz", "a=piped.txt")):
+        command = [*COMMAND, "moe.gguf", "-f", source, "-o", name, "--threads", "1"]
+        done = subprocess.run(command, cwd=folder, input=text, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    piped, read = load_trace(folder / "pipe.npz"), load_trace(folder / "file.npz")
+    assert np.array_equal(piped.tokens, read.tokens)
+    assert piped.meta["texts"][0]["sha256"] == read.meta["texts"][0]["sha256"]
+
+
 def test_a_killed_run_leaves_a_readable_spool(folder: Path) -> None:
-    done = start_and_signal(folder, "k.npz", signal.SIGKILL)
+    done = end(start(folder, "k.npz"), signal.SIGKILL)
     assert done.returncode == -signal.SIGKILL
     left = load_trace(folder / "k.npz.partial")
     assert left.meta["partial"] is True and left.n_tokens >= 200 and not (folder / "k.npz").exists()
@@ -144,6 +208,19 @@ def test_a_killed_run_leaves_a_readable_spool(folder: Path) -> None:
     assert load_trace(folder / "k.npz.partial").n_tokens == left.n_tokens
     done = trace(folder, "moe.gguf", "-f", "text.txt", "-o", "k.npz", "--max-tokens", "64", "--overwrite")
     assert done.returncode == 0 and not (folder / "k.npz.partial").exists()
+
+
+def test_a_full_disk_at_the_very_end_names_the_spool(folder: Path) -> None:
+    """Each array of the spool fits, the trace file of them all does not; zipfile has nothing to add."""
+    options = "--scores --max-tokens 2000 --threads 1"
+    limited = f"ulimit -f 150; exec {' '.join(COMMAND)} moe.gguf -f text.txt -o late.npz {options}"
+    done = subprocess.run(
+        ["bash", "-c", f"trap '' XFSZ; {limited}"], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("tracing: ")]
+    assert done.returncode == 2 and len(errors) == 1, done.stderr
+    assert "late.npz: cannot be written (File too large); what was captured is in late.npz.partial" in errors[0]
+    assert load_trace(folder / "late.npz.partial").n_tokens == 2000 and not (folder / "late.npz").exists()
 
 
 @pytest.mark.parametrize(("kilobytes", "captured"), [(1, False), (8, True)])
