@@ -7,8 +7,10 @@ logits = engine.decode(int(logits.argmax()))
 
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -74,6 +76,8 @@ class StreamingEngine:
         read_delay: float = 0,
         advance: Advance = no_progress,
     ) -> None:
+        if sys.platform != "linux":
+            raise UserError("streaming needs Linux: keep the model in RAM here")
         if kv_type not in KV_TYPES:
             raise UserError(f"KV type {kv_type!r} is not one of {', '.join(KV_TYPES)}")
         if not 1 <= chunk <= 512:
@@ -341,8 +345,6 @@ def _streamable(model: Model) -> Model:
 
 def _completed(policy: Policy, calibration: Any) -> Policy:
     """Without a calibration, a fixed bonus scale becomes a running one."""
-    from dataclasses import replace
-
     if calibration is None and policy.uses_bonus and policy.scale == "fixed":
         return replace(policy, scale="running")
     return policy

@@ -5,9 +5,10 @@ An expert of a layer is ABSENT, QUEUED, READING or PRESENT. Only the callback's 
 only readers go from QUEUED to PRESENT, and both under one mutex: so what the callback sees as ABSENT or PRESENT stays
 so until it says otherwise, and pages can be given back without a lock.
 
-A read covers whole pages: the first and last page of a slice hold bytes of its neighbours too. Memory mirrors the file
-page by page, so such a read writes to a neighbour what is there already; and a page is given back only when no expert
-that has bytes in it is wanted.
+O_DIRECT reads whole pages, and the first and last page of a slice hold bytes of its neighbours too. Those two are read
+into the reader's own memory, and only the slice's bytes are copied out of them: encrypted disks decrypt in place, so
+that a page being read may hold anything meanwhile, and a neighbour may be computed with. A page is given back only when
+no expert that has bytes in it is wanted.
 """
 
 import numpy as np
@@ -38,6 +39,8 @@ _unlock = types.ExternalFunction("pthread_mutex_unlock", types.int32(types.intp)
 _wait = types.ExternalFunction("pthread_cond_wait", types.int32(types.intp, types.intp))
 _broadcast = types.ExternalFunction("pthread_cond_broadcast", types.int32(types.intp))
 _pread = types.ExternalFunction("pread", types.int64(types.int32, types.intp, types.uintp, types.int64))
+_preadv = types.ExternalFunction("preadv", types.int64(types.int32, types.intp, types.int32, types.int64))
+_memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.uintp))
 _memcmp = types.ExternalFunction("memcmp", types.int32(types.intp, types.intp, types.uintp))
 _madvise = types.ExternalFunction("madvise", types.int32(types.intp, types.uintp, types.int32))
 _fadvise = types.ExternalFunction("posix_fadvise", types.int32(types.int32, types.int64, types.int64, types.int32))
@@ -135,14 +138,61 @@ def withdraw(ctl, layer, expert):  # type: ignore[no-untyped-def]
 
 @kernel
 def _whole(fd, address, start, need, room):  # type: ignore[no-untyped-def]
-    """pread at least `need` of `room` bytes; what the last call gave if it was too little, else `need`."""
+    """pread at least `need` of `room` bytes: `need`, or less where the file ends, or −1 for an error."""
     done = 0
     while done < need:
         got = _pread(fd, address + done, room - done, start + done)
-        if got <= 0:
-            return got if got < 0 else done
+        if got < 0:
+            return got
         done += got
+        if got == 0 or (done < need and done % 512 != 0):  # the end of the file: no block ends there
+            return done
     return need
+
+
+@kernel
+def _gather(ctl, at, first, last, scratch):  # type: ignore[no-untyped-def]
+    """Read bytes first … last of a tensor's file to their place: what pread gave in all, `last − first` if all is well.
+
+    Whole pages go there directly, what shares its page with others by way of `scratch`; one call reads them all.
+    """
+    page = ctl[PAGE]
+    vectors = words(scratch.ctypes.data, 6)
+    head, tail = scratch.ctypes.data + page, scratch.ctypes.data + 2 * page
+    place_of = at[ADDRESS] - at[OFFSET]
+    start, inner, outer = first // page * page, (first + page - 1) // page * page, last // page * page
+    if outer < inner:  # all in one page
+        got = _whole(at[FD], head, start, last - start, page)
+        if got == last - start:
+            _memcpy(place_of + first, head + first - start, last - first)
+        return got if got < 0 else max(got - (first - start), 0)
+    count = 0
+    if first < inner:
+        vectors[0], vectors[1] = head, page
+        count = 1
+    if outer > inner:
+        vectors[2 * count], vectors[2 * count + 1] = place_of + inner, outer - inner
+        count += 1
+    if last > outer:
+        vectors[2 * count], vectors[2 * count + 1] = tail, page
+        count += 1
+    need = last - start
+    got = _preadv(at[FD], scratch.ctypes.data, count, start)
+    if 0 <= got < need:  # the kernel may give less than was asked for: vector by vector, then
+        got = 0
+        for i in range(count):
+            part = min(vectors[2 * i + 1], need - got)
+            did = _whole(at[FD], vectors[2 * i], start + got, part, vectors[2 * i + 1])
+            if did != part:
+                return did if did < 0 else max(got + did - (first - start), 0)
+            got += part
+    if got < need:
+        return got
+    if first < inner:
+        _memcpy(place_of + first, head + first - start, inner - first)
+    if last > outer:
+        _memcpy(place_of + outer, tail, last - outer)
+    return last - first
 
 
 @kernel
@@ -163,16 +213,15 @@ def _read(ctl, read, scratch):  # type: ignore[no-untyped-def]
         piece -= count
     start += piece * ctl[PIECE]
     end = min(end, start + ctl[PIECE])
+    first = max(start, at[OFFSET] + expert * at[LENGTH])
     last = min(end, at[OFFSET] + (expert + 1) * at[LENGTH])
-    address = at[ADDRESS] + start - at[OFFSET]
-    got = _whole(at[FD], address, start, last - start, end - start)
-    if got != last - start:
+    got = _gather(ctl, at, first, last, scratch)
+    if got != last - first:
         return READ_FAILED, got
     if ctl[VERIFY]:
-        first = max(start, at[OFFSET] + expert * at[LENGTH])
-        buffer = scratch.ctypes.data
+        buffer = scratch.ctypes.data + 3 * ctl[PAGE]
         got = _whole(at[FD_BUFFERED], buffer, first, last - first, last - first)
-        if got != last - first or _memcmp(buffer, address + first - start, last - first) != 0:
+        if got != last - first or _memcmp(buffer, at[ADDRESS] + first - at[OFFSET], last - first) != 0:
             return READ_DIFFERS, got
     if at[FORGET] or ctl[VERIFY]:
         _fadvise(at[FD_BUFFERED], start, end - start, _FADV_DONTNEED)
@@ -181,7 +230,7 @@ def _read(ctl, read, scratch):  # type: ignore[no-untyped-def]
 
 @kernel
 def serve(ctl, scratch):  # type: ignore[no-untyped-def]
-    """A reader: takes reads until STOP. `scratch` holds a piece, for verification."""
+    """A reader: takes reads until STOP. `scratch` is aligned: 3 pages, and a piece where reads are verified."""
     pause = np.zeros(2, np.int64)
     state, left = table(ctl, STATE), table(ctl, LEFT)
     _lock(ctl[MUTEX])

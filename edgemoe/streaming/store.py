@@ -2,7 +2,7 @@
 
 Every expert tensor has a reserve of address space of its full size, and a slice has its natural place in it: the one
 that llama.cpp computes from the tensor's `data`. Places lie in their page as the bytes lie in the file, so that whole
-pages are read straight into them with O_DIRECT, without a copy.
+pages are read straight into them with O_DIRECT; only the ends of a slice are copied.
 """
 
 import ctypes
@@ -95,7 +95,9 @@ class ExpertStore:
 
     def _start(self, readers: int) -> None:
         for _ in range(readers):
-            scratch = np.zeros(PIECE, np.uint8)
+            scratch = np.frombuffer(
+                mmap.mmap(-1, 3 * mmap.PAGESIZE + (PIECE if self.ctl[reads.VERIFY] else 0)), np.uint8
+            )
             # A daemon: an engine that nobody closed must not keep the process from ending.
             thread = threading.Thread(target=reads.serve, args=(self.ctl, scratch), daemon=True, name="edgemoe-read")
             thread.start()

@@ -101,6 +101,23 @@ def test_released_pages_are_given_back(tmp_path):
         store.close()
 
 
+@pytest.mark.parametrize("shape", ["many per page", "pages and a bit"])
+def test_a_read_writes_no_byte_of_a_neighbour(tmp_path, shape):
+    """Not even the same: a disk that decrypts in place would show other bytes there for a moment."""
+    store = ExpertStore(read_model(write_synthetic(tmp_path / "m.gguf", **SHAPES[shape])[0]), readers=2)
+    try:
+        assert bring(store, 0, [4])
+        for tensor in store.tensors[0]:
+            length = tensor.nbytes // 16
+            ctypes.memset(store.addresses[tensor.name] + 4 * length, 0xA5, length)
+        assert bring(store, 0, [3, 5])
+        assert all(set(part) == {0xA5} for part in memory(store, 0, 4))
+        for expert in (3, 5):
+            assert memory(store, 0, expert) == on_disk(store, 0, expert)
+    finally:
+        store.close()
+
+
 def resident(store):
     pages = np.zeros(store._reserve.size // mmap.PAGESIZE, np.uint8)
     libc = ctypes.CDLL(None, use_errno=True)
