@@ -243,4 +243,4 @@ def _write_member(
         for part in parts:
             data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
             for start in range(0, len(data), _PIECE):
-                file.write(data[start : start + _PIECE])
+                file.write(data[start : start + _PIECE].data)

@@ -227,7 +227,7 @@ def _assemble(path: Path, members: dict[str, np.ndarray], meta: dict[str, Any]) 
         n_experts=meta.get("num_experts", int(experts.max(initial=0)) + 1),
         layers=members.get("layers", np.arange(n_layers)),
         windows=windows,
-        domains=meta.get("domains") or [meta.get("domain", name)] * windows.size,
+        domains=meta.get("domains") or (meta.get("domain", name),) * windows.size,
         name=name,
         tokens=members.get("tokens"),
         scores=_layer_major(members.get("scores"), token_major, (n_layers, n_tokens)),

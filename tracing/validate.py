@@ -15,7 +15,7 @@ def array(name: str, values: Any, kind: type, shape: tuple[int | None, ...]) -> 
     """The values as `kind`, if they are integers (or floats) of this shape that fit it; None is any length."""
     if not isinstance(values, np.ndarray):
         raise ValueError(f"`{name}` is a {type(values).__name__}, expected an array")
-    wanted = np.dtype(kind)
+    wanted: np.dtype = np.dtype(kind)
     if values.dtype.kind not in ("iu" if wanted.kind == "i" else "f"):
         what = "integers" if wanted.kind == "i" else "floating-point numbers"
         raise ValueError(f"`{name}` holds {values.dtype}, expected {what}")
@@ -26,7 +26,8 @@ def array(name: str, values: Any, kind: type, shape: tuple[int | None, ...]) -> 
         low, high, bounds = int(values.min()), int(values.max()), np.iinfo(wanted)
         if low < bounds.min or high > bounds.max:
             raise ValueError(f"`{name}` holds {low if low < bounds.min else high}, which no {wanted} can be")
-    return values.astype(wanted, copy=False)
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused as that
+        return values.astype(wanted, copy=False)
 
 
 def count_of_experts(value: Any) -> int:

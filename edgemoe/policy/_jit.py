@@ -34,7 +34,7 @@ def c_callback(function: Callable[..., Any], signature: Any, sources: str) -> An
         from numba.core.ccallback import CFunc
         from numba.core.sigutils import normalize_signature
 
-        compiled = CFunc(function, normalize_signature(signature), locals={}, options={"nopython": True})
+        compiled: Any = CFunc(function, normalize_signature(signature), locals={}, options={"nopython": True})
         compiled.enable_caching()
         _depend_on(compiled._cache, sources)
         compiled.compile()
