@@ -110,8 +110,6 @@ def test_an_interrupted_run_leaves_nothing(folder: Path, number: int, out: str, 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A test run in the background of a shell ignores SIGINT, and its children would inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while not [at for at in folder.glob(f".{out}.*/*.partial/tokens.i32") if at.stat().st_size >= 400]:

@@ -83,8 +83,6 @@ def test_interrupted_it_leaves_nothing(tmp_path: Path, on_a_disk: None, number: 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A test run in the background of a shell ignores SIGINT, and its children would inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     assert process.stderr.readline().startswith("reading the disk")

@@ -117,8 +117,6 @@ def start(folder: Path, out: str, *options: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A test run in the background of a shell ignores SIGINT, and its children would inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     tokens = folder / f"{out}.partial" / "tokens.i32"
     deadline = time.monotonic() + 60

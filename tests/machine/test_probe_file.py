@@ -50,8 +50,6 @@ def test_nothing_is_left_however_the_process_ends(tmp_path: Path, number: signal
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        # A test run in the background of a shell ignores SIGINT, and its children would inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     while process.stdout.readline().strip() != moment:
