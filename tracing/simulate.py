@@ -56,7 +56,6 @@ class Calibration:
         Raises `UserError` if it is of another model or lacks a layer.
         """
         rows = _rows_of(trace, text.name, text.layers, text.n_experts)
-        check(text)
         warm = np.array([held_out.ranking(loads, text.n_experts) for loads in text.experts[rows]])
         delta = None
         if text.scores is not None:
@@ -115,7 +114,6 @@ def simulate(
     Raises `UserError` for an unknown layer or policy, a policy that the capacity does not allow, and a trace that
     lacks the scores a policy needs.
     """
-    check(trace)
     for capacity in capacities:
         if not 1 <= capacity <= trace.n_experts:
             raise UserError(f"{trace.name}: {capacity} slots per layer; expected 1 to its {trace.n_experts} experts")
@@ -144,26 +142,6 @@ def simulate(
 def n_replays(trace: Trace, capacities: Sequence[int], policies: Sequence[str], layer: int | str = ALL) -> int:
     """How often `simulate` calls its `advance`."""
     return len(capacities) * len(policies) * len(_layer_rows(trace, layer))
-
-
-def check(trace: Trace) -> None:
-    """Refuse a trace whose ids or windows would lead the compiled loops astray (`UserError`)."""
-    if 0 in trace.experts.shape:
-        raise UserError(f"{trace.name}: the trace holds no tokens")
-    wrong = trace.experts[(trace.experts < -1) | (trace.experts >= trace.n_experts)]
-    if wrong.size:
-        raise UserError(f"{trace.name}: expert id {wrong[0]}, but the model has experts 0 to {trace.n_experts - 1}")
-    bounds = np.append(trace.windows, trace.n_tokens)
-    if bounds[0] != 0 or np.any(np.diff(bounds) <= 0):
-        raise UserError(f"{trace.name}: its windows do not ascend from 0 to the {trace.n_tokens} tokens")
-    if trace.delta is not None and trace.delta.shape != (trace.n_layers,):
-        raise UserError(f"{trace.name}: `delta` has shape {trace.delta.shape}, expected one value per layer")
-    if trace.warm is not None and (
-        trace.warm.ndim != 2
-        or len(trace.warm) != trace.n_layers
-        or not np.all((trace.warm >= 0) & (trace.warm < trace.n_experts))
-    ):
-        raise UserError(f"{trace.name}: `warm` is not a list of experts for each of the {trace.n_layers} layers")
 
 
 def completed(policy: Policy, calibration: Calibration) -> Policy:
@@ -200,9 +178,6 @@ def _check_policy(trace: Trace, name: str, policy: Policy, capacities: Sequence[
         raise UserError(f"{name} needs the router's scores, which {trace.name} lacks: trace it with --scores")
     if trace.pregate is None and policy.needs_pregate:
         raise UserError(f"{name} prefetches by the pre-gate, which {trace.name} lacks: trace it with --pregate")
-    for what, values in (("scores", trace.scores), ("pregate", trace.pregate)):
-        if values is not None and np.isnan(values).any():
-            raise UserError(f"{trace.name}: `{what}` holds values that are not numbers: trace it again")
     for capacity in capacities:
         try:
             policy.check(trace.n_experts, trace.top_k, capacity)
