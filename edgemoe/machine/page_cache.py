@@ -11,6 +11,7 @@ A device's own cache, or that of a virtual disk's host, is beyond all of them: t
 import ctypes
 import mmap
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,6 +113,20 @@ def _may_ask(descriptor: int) -> bool:
 def drop_pages(descriptor: int) -> None:
     """Ask the kernel to forget a file's clean pages; those that others have mapped stay."""
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def make_cold(descriptor: int, enough: float) -> float | None:
+    """Drop a file's pages until at most the share `enough` of them stays; returns what stayed (see `resident_share`).
+
+    The kernel cannot forget a page that is still being read ahead or written back, so this asks for up to a second.
+    """
+    deadline = time.monotonic() + 1.0
+    while True:
+        drop_pages(descriptor)
+        left = resident_share(descriptor)
+        if left is None or left <= enough or time.monotonic() > deadline:
+            return left
+        time.sleep(0.02)
 
 
 def _read(path: Path) -> str:

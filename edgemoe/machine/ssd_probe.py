@@ -173,8 +173,7 @@ class _Probe:
         return done.rate
 
     def _make_cold(self, pattern: str) -> None:
-        page_cache.drop_pages(self.plain)
-        left = page_cache.resident_share(self.plain)
+        left = page_cache.make_cold(self.plain, _STILL_COLD)
         if left is None or left > _STILL_COLD:
             what = "whether its pages are cached cannot be told" if left is None else f"{left:.0%} of it stays cached"
             raise UserError(f"{self.place} refuses O_DIRECT, and {what}, so {_CACHED}; give --dir another disk")
