@@ -5,6 +5,7 @@ of the mean score range, and evicts with an eye on the input token. All three ar
 (`edgemoe calibrate`, `edgemoe.tracing.calibrate`) and hold for that model file only.
 """
 
+import hashlib
 import json
 import os
 import zipfile
@@ -126,6 +127,14 @@ class Calibration:
     n_tokens: int = 0  # T, BOS included
     dropped: tuple[int, int] = (0, 0)  # distinct tokens without a row for want of room, and their occurrences
     version: int = VERSION
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that decisions depend on: Δ̄, the ranking, the prior."""
+        content = hashlib.sha256()
+        for values in (self.delta, self.warm, *(getattr(self.prior, name) for name in _PRIOR)):
+            content.update(np.ascontiguousarray(values).tobytes())
+        return content.hexdigest()
 
     def __post_init__(self) -> None:
         """Raise ValueError for arrays that are no calibration."""

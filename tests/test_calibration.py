@@ -3,6 +3,7 @@
 import io
 import json
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +253,10 @@ def test_saving_where_nothing_can_be_written(found: Calibration, tmp_path: Path)
     for path in (tmp_path / "no" / "c", tmp_path / "file" / "c"):
         with pytest.raises(UserError, match="cannot be written"):
             found.save(path)
+
+
+def test_the_digest_names_what_decides(found: Calibration) -> None:
+    other = replace(found, delta=found.delta * np.float32(2))
+    seen = replace(found.prior, totals=found.prior.totals + np.uint32(1))
+    assert found.digest == replace(found, settings={"ctx": 7}).digest
+    assert len({found.digest, other.digest, replace(found, prior=seen).digest}) == 3

@@ -118,11 +118,6 @@ class SkeletonSession(Session):
         self._window = _Window()
         super().__init__(name, hub=hub, **more)
 
-    @property
-    def model(self) -> Any:
-        """The `llama_model` pointer."""
-        return self._model
-
     def _model_params(self, n_gpu_layers: int) -> Any:
         params = super()._model_params(n_gpu_layers)
         params.load_mode = self._lib.llama_load_mode_from_str(_LOAD_WITHOUT_MMAP)
@@ -145,21 +140,6 @@ class SkeletonSession(Session):
         params.op_offload = False
         params.type_k = params.type_v = self._kv_type
         return params
-
-    def forget(self, position: int) -> int:
-        """Drop the tokens from `position` on; the new position, which is 0 where only everything can be dropped."""
-        memory = self._lib.llama_get_memory(self._context)
-        if self._lib.llama_memory_seq_rm(memory, 0, position, -1):
-            return position
-        self.clear()
-        return 0
-
-    def last_logits(self) -> Any:
-        """The logits after the last decoded token, [n_vocab] float32 (a copy)."""
-        import numpy as np
-
-        pointer = self._lib.llama_get_logits_ith(self._context, -1)
-        return np.ctypeslib.as_array(pointer, (self.n_vocab,)).copy()
 
     def drop_window(self) -> None:
         """Give up the memory that expert tensors had while loading: from now on they must point elsewhere."""

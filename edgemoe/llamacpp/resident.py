@@ -12,7 +12,7 @@ from edgemoe.errors import UserError
 from edgemoe.generation.engine import EngineStats
 from edgemoe.llamacpp.brake import brake_address
 from edgemoe.llamacpp.session import Session
-from edgemoe.llamacpp.vocabulary import Vocabulary
+from edgemoe.llamacpp.vocabulary import Speaker, Vocabulary
 from edgemoe.progress import Advance, no_progress
 
 KvType = Literal["f16", "bf16", "q8_0", "q4_0"]
@@ -22,7 +22,7 @@ LOAD_STEPS = 1000  # what `advance` counts in all while a model loads
 DEFAULT_CTX = 4096
 
 
-class ResidentEngine:
+class ResidentEngine(Speaker):
     """An `edgemoe.generation.engine.Engine` on stock llama.cpp.
 
     `n_ctx` defaults to 4096, or to what the model was trained for where that is less. `all_rows` computes the logits of
@@ -66,37 +66,12 @@ class ResidentEngine:
         return self._session.description
 
     @property
-    def n_vocab(self) -> int:
-        return self._vocabulary.size
-
-    @property
     def n_ctx(self) -> int:
         return self._session.n_ctx
 
     @property
     def position(self) -> int:
         return self._position
-
-    @property
-    def bos(self) -> int | None:
-        return self._vocabulary.bos
-
-    @property
-    def eos_tokens(self) -> frozenset[int]:
-        return self._vocabulary.eos_tokens
-
-    @property
-    def chat_template(self) -> str | None:
-        return self._vocabulary.chat_template
-
-    def special_text(self, name: str) -> str:
-        return self._vocabulary.special_text(name)
-
-    def tokenize(self, text: bytes, *, special: bool = False) -> np.ndarray:
-        return self._vocabulary.tokenize(text, special=special)
-
-    def piece(self, token: int, *, special: bool = False) -> bytes:
-        return self._vocabulary.piece(token, special=special)
 
     def prefill(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         count = len(tokens)
@@ -149,7 +124,7 @@ class ResidentEngine:
 
 
 class _Interruptible(Session):
-    """A session whose running graph Ctrl-C stops, that can forget the end of a sequence and asks for few logits."""
+    """A session whose running graph Ctrl-C stops, and that asks for few logits."""
 
     def __init__(
         self,
@@ -166,11 +141,6 @@ class _Interruptible(Session):
         self._brake = np.zeros(1, np.uint8)
         self._default_ctx = n_ctx is None
         super().__init__(path, n_ctx=n_ctx or DEFAULT_CTX, **more)
-
-    @property
-    def model(self) -> Any:
-        """The `llama_model` pointer."""
-        return self._model
 
     def _loading(self, progress: float) -> bool:
         self._advance(int(progress * LOAD_STEPS) - int(self.loaded * LOAD_STEPS))
@@ -202,16 +172,3 @@ class _Interruptible(Session):
         self._brake[0] = self._interrupted
         super()._wait()
         self._brake[0] = 0
-
-    def last_logits(self) -> np.ndarray:
-        """The logits after the last decoded token, [n_vocab] float32 (a copy)."""
-        pointer = self._lib.llama_get_logits_ith(self._context, -1)
-        return np.ctypeslib.as_array(pointer, (self.n_vocab,)).copy()
-
-    def forget(self, position: int) -> int:
-        """Drop the tokens from `position` on; the new position, which is 0 where only everything can be dropped."""
-        memory = self._lib.llama_get_memory(self._context)
-        if self._lib.llama_memory_seq_rm(memory, 0, position, -1):
-            return position
-        self.clear()
-        return 0

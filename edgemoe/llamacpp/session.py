@@ -184,6 +184,11 @@ class Session:
         return params
 
     @property
+    def model(self) -> Any:
+        """The `llama_model` pointer."""
+        return self._model
+
+    @property
     def description(self) -> str:
         buffer = ctypes.create_string_buffer(256)
         self._lib.llama_model_desc(self._model, buffer, len(buffer))
@@ -253,6 +258,19 @@ class Session:
         """The logits of the last decode's `count` rows, [count, n_vocab] float32 (a copy)."""
         pointer = self._lib.llama_get_logits(self._context)
         return np.ctypeslib.as_array(pointer, (count, self.n_vocab)).copy()
+
+    def last_logits(self) -> np.ndarray:
+        """The logits after the last decoded token, [n_vocab] float32 (a copy)."""
+        pointer = self._lib.llama_get_logits_ith(self._context, -1)
+        return np.ctypeslib.as_array(pointer, (self.n_vocab,)).copy()
+
+    def forget(self, position: int) -> int:
+        """Drop the tokens from `position` on; the new position, which is 0 where only everything can be dropped."""
+        memory = self._lib.llama_get_memory(self._context)
+        if self._lib.llama_memory_seq_rm(memory, 0, position, -1):
+            return position
+        self.clear()
+        return 0
 
     def clear(self) -> None:
         """Forget every token."""

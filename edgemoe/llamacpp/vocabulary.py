@@ -62,3 +62,34 @@ class Vocabulary:
             buffer = ctypes.create_string_buffer(-size)
             size = self._lib.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
         return buffer.raw[:size]
+
+
+class Speaker:
+    """The part of an engine that is its model's vocabulary: an engine sets `_vocabulary` once the model is loaded."""
+
+    _vocabulary: Vocabulary
+
+    @property
+    def n_vocab(self) -> int:
+        return self._vocabulary.size
+
+    @property
+    def bos(self) -> int | None:
+        return self._vocabulary.bos
+
+    @property
+    def eos_tokens(self) -> frozenset[int]:
+        return self._vocabulary.eos_tokens
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._vocabulary.chat_template
+
+    def special_text(self, name: str) -> str:
+        return self._vocabulary.special_text(name)
+
+    def tokenize(self, text: bytes, *, special: bool = False) -> np.ndarray:
+        return self._vocabulary.tokenize(text, special=special)
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        return self._vocabulary.piece(token, special=special)

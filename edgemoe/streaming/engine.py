@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,12 @@ import numpy as np
 from edgemoe.errors import UserError
 from edgemoe.generation.engine import EngineStats
 from edgemoe.llamacpp.graph import Router, find_routers
+from edgemoe.llamacpp.header import header_fingerprint
 from edgemoe.llamacpp.layout import Tensor as GraphTensor
 from edgemoe.llamacpp.reserve import SkeletonSession
 from edgemoe.llamacpp.resident import DEFAULT_CTX, KV_TYPES
 from edgemoe.llamacpp.session import default_threads
-from edgemoe.llamacpp.vocabulary import Vocabulary
+from edgemoe.llamacpp.vocabulary import Speaker, Vocabulary
 from edgemoe.model import Model, read_model
 from edgemoe.policy import LogicalCache, Policy
 from edgemoe.progress import Advance, no_progress
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 DEFAULT_CHUNK = 128
 
 
-class StreamingEngine:
+class StreamingEngine(Speaker):
     """An `edgemoe.generation.engine.Engine` that reads experts when they are needed. Linux, CPU.
 
     ram: bytes that the process may hold (RssAnon and shared memory). residency: slots per layer instead of that, or
@@ -87,7 +89,7 @@ class StreamingEngine:
         n_ctx = n_ctx or min(DEFAULT_CTX, geometry.n_ctx or DEFAULT_CTX)
         self.chunk = chunk = min(chunk, n_ctx)
         self.n_threads = n_threads or default_threads()
-        self._calibration = calibration
+        self._calibration, self._kv_type = calibration, kv_type
         self.policy = policy = _completed(policy or Policy(), calibration)
         self._record = record
         self.records: list[dict[str, np.ndarray]] = []
@@ -166,10 +168,6 @@ class StreamingEngine:
         return self._session.description
 
     @property
-    def n_vocab(self) -> int:
-        return self._vocabulary.size
-
-    @property
     def n_ctx(self) -> int:
         assert self._session is not None
         return self._session.n_ctx
@@ -193,46 +191,20 @@ class StreamingEngine:
         """[L]: whether a layer's pre-gate is formed under this policy."""
         return self._decider.has_pregate
 
-    @property
+    @cached_property
     def config_hash(self) -> str:
-        """Twelve hex digits that name what decides the tokens: policy, slots, chunk, threads, KV size, calibration."""
-        known = self._calibration
-        text = json.dumps(
-            {
-                "model": self.model.geometry.name,
-                "policy": self.policy.hash,
-                "slots": self.capacity,
-                "chunk": self.chunk,
-                "threads": self.n_threads,
-                "context": self.n_ctx,
-                "calibration": hashlib.sha256(known.warm.tobytes() + known.delta.tobytes()).hexdigest()
-                if known
-                else "",
-            },
-            sort_keys=True,
-        )
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-    @property
-    def bos(self) -> int | None:
-        return self._vocabulary.bos
-
-    @property
-    def eos_tokens(self) -> frozenset[int]:
-        return self._vocabulary.eos_tokens
-
-    @property
-    def chat_template(self) -> str | None:
-        return self._vocabulary.chat_template
-
-    def special_text(self, name: str) -> str:
-        return self._vocabulary.special_text(name)
-
-    def tokenize(self, text: bytes, *, special: bool = False) -> np.ndarray:
-        return self._vocabulary.tokenize(text, special=special)
-
-    def piece(self, token: int, *, special: bool = False) -> bytes:
-        return self._vocabulary.piece(token, special=special)
+        """Twelve hex digits that name all that decides the tokens, from the model to the calibration."""
+        decides = {
+            "model": [header_fingerprint(path) for path in self.model.files],
+            "policy": self.policy.hash,
+            "slots": self.capacity,
+            "chunk": self.chunk,
+            "threads": self.n_threads,
+            "context": self.n_ctx,
+            "kv": self._kv_type,
+            "calibration": self._calibration.digest if self._calibration else "",
+        }
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
 
     def prefill(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         count = len(tokens)
@@ -244,7 +216,7 @@ class StreamingEngine:
         try:
             for at in range(0, count, self.chunk):
                 self._advance(np.asarray(tokens[at : at + self.chunk], np.int32))
-            return np.asarray(self._session.last_logits())
+            return self._session.last_logits()
         finally:
             self._seconds += time.perf_counter() - start
 
