@@ -13,18 +13,15 @@ if TYPE_CHECKING:
 
     from edgemoe.machine.profile import ExpertRate, GpuRates, Profile, RamRates, Rate, Ssd
 
-PIPED_WIDTH = 120
 _BAR, _SHORT_BAR = 20, 8
 _EXPERT_BYTES = 10_600_000  # one of Qwen3-235B-A22B's, the bandwidth-wall paper's example
 
 
 def show(profile: Profile, path: Path, plot: Path | None) -> None:
     """Print a profile that was just saved at `path`."""
-    import sys
+    from edgemoe.cli.output import console as output
 
-    from rich.console import Console
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    console = output()
     if profile.ssd:
         _show_disk(profile.ssd, console)
     console.print(_ram(profile.ram), "")

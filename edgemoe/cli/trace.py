@@ -141,9 +141,10 @@ def _print_json(report: Report) -> None:
 
 
 def _print(report: Report, settings: Settings) -> None:
-    from rich.console import Console
+    from edgemoe.cli.output import console as output
 
-    console = Console(soft_wrap=True, highlight=False)
+    console = output()
+    console.soft_wrap = True
     if report.path is None:
         console.print("interrupted before the first token: nothing was captured, nothing is left", markup=False)
         return

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from edgemoe.wall.report import Answer
 
-PIPED_WIDTH = 120
-
 
 def wall(
     model: Annotated[
@@ -166,11 +164,11 @@ def _verified(answer: Answer, quiet: bool) -> Answer:
 
 
 def _print(answer: Answer, written: list[Path], traced: bool) -> None:
-    from rich.console import Console
+    from rich.markup import escape
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PIPED_WIDTH)
+    from edgemoe.cli.output import console as output
+
+    console = output()
     _headline(answer, console)
     for table in (_bytes(answer), _machine(answer), _ways(answer)):
         console.print(table)
@@ -189,7 +187,7 @@ def _print(answer: Answer, written: list[Path], traced: bool) -> None:
         shares = ", ".join(f"{share:.1%} from {tier.upper()}" for tier, share in answer.plan.loads.items())
         console.print(f"[bold]plan[/bold] serves the traced loads {shares}", soft_wrap=True)
     for note in answer.notes:
-        console.print(f"[bold]note[/bold] {note}", soft_wrap=True)
+        console.print(f"[bold]note[/bold] {escape(note)}", soft_wrap=True)
     for path in written:
         console.print(f"wrote {path}", soft_wrap=True, markup=False)
     if not traced and answer.wall.geometry.is_moe:
