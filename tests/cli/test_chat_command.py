@@ -103,11 +103,23 @@ class Person:
     def types(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def leaves(self) -> int:
-        """The exit code."""
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+    def leaves(self, pressing: str = "", within: float = 60) -> int:
+        """The exit code. `pressing` is typed every two seconds until then.
+
+        Python notices a Ctrl-C that comes between readline's prompt and its wait for a key at the next key only.
+        """
+        until, press_at = time.monotonic() + within, time.monotonic()
+        while not (done := os.waitpid(self.pid, os.WNOHANG))[0]:
+            if time.monotonic() > until:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                raise AssertionError(f"still there after {within:.0f} s")
+            if pressing and time.monotonic() >= press_at:
+                self.types(pressing)
+                press_at += 2
+            time.sleep(0.05)
         os.close(self.master)
-        return code
+        return os.waitstatus_to_exitcode(done[1])
 
 
 def test_a_person_stops_a_reply_goes_on_and_leaves(folder: Path) -> None:
@@ -127,8 +139,7 @@ def test_a_person_stops_a_reply_goes_on_and_leaves(folder: Path) -> None:
 def test_ctrl_c_at_the_prompt_ends_it(folder: Path) -> None:
     person = Person(folder)
     person.reads("> ")
-    person.types("\x03")
-    assert person.leaves() == 130
+    assert person.leaves(pressing="\x03") == 130
 
 
 def test_ctrl_d_at_the_prompt_ends_it_well(folder: Path) -> None:
