@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from edgemoe.cli.stopping import interrupt_on_sigterm
 
 if TYPE_CHECKING:
     from edgemoe.tracing.capture import Report, Settings
@@ -84,7 +86,7 @@ def trace(
         n_gpu_layers=n_gpu_layers,
         n_threads=threads,
     )
-    _interrupt_on_sigterm()
+    interrupt_on_sigterm()
     report = capture(
         model,
         [Source.parse(text) for text in files],
@@ -121,16 +123,6 @@ def _layer_ids(text: str | None) -> tuple[int, ...] | None:
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 20
-
-
-def _interrupt_on_sigterm() -> None:
-    """A service manager's stop ends the run like Ctrl-C: what was captured is written."""
-    import signal
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
 
 
 def _print_json(report: Report) -> None:
