@@ -95,6 +95,28 @@ def test_ctrl_c_is_one_line_even_while_modules_load(module: str) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "edgemoe: interrupted\n")
 
 
+SWALLOWING = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "edgemoe.model":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                raise {error} from None
+sys.meta_path.insert(0, Finder())
+sys.argv = ["edgemoe", "info", "no-such.gguf"]
+from edgemoe.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("error", ["ImportError('half a module')", "BufferError('exported')"])
+def test_ctrl_c_that_arrives_as_another_error_is_still_ctrl_c(error: str) -> None:
+    result = run(code=SWALLOWING.format(error=error))
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "edgemoe: interrupted\n")
+
+
 @pytest.mark.parametrize("arguments", [("info", DEMO), ("info", DEMO, "--json"), ("--help",)])
 def test_a_reader_that_has_gone_is_no_error(arguments: tuple[str, ...]) -> None:
     read, write = os.pipe()

@@ -90,7 +90,7 @@ def test_interrupted_it_leaves_nothing(tmp_path: Path, on_a_disk: None, number: 
     output, errors = process.communicate(timeout=60)
     assert output == "" and list(tmp_path.iterdir()) == []
     if number == signal.SIGINT:
-        assert process.returncode == 130 and "Traceback" not in errors
+        assert process.returncode == 130 and "Traceback" not in errors, errors
     else:
         assert process.returncode == -signal.SIGTERM
 

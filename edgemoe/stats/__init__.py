@@ -1,0 +1,1 @@
+"""Paired comparisons and what they can and cannot tell: differences, intervals, tests, corrections."""
