@@ -9,6 +9,7 @@ from edgemoe.cli.calibrate import calibrate
 from edgemoe.cli.chat import chat
 from edgemoe.cli.demo import demo
 from edgemoe.cli.doctor import doctor
+from edgemoe.cli.groups import SETTINGS
 from edgemoe.cli.info import info
 from edgemoe.cli.probe import probe
 from edgemoe.cli.run import run as generate
@@ -18,14 +19,12 @@ from edgemoe.cli.trace import trace
 from edgemoe.cli.wall import wall
 from edgemoe.errors import UserError
 
-HELP_WIDTH = 112  # the widest that help is set
-
 app = typer.Typer(
     name="edgemoe",
     help="Which experts of a Mixture-of-Experts model fire, and how fast this machine can run it.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_WIDTH},
+    context_settings=SETTINGS,
     rich_markup_mode=None,
 )
 
@@ -47,10 +46,21 @@ def root(
 for verb in (demo, info, trace, stats, simulate, calibrate, probe, wall, generate, chat, doctor):
     app.command()(verb)
 
+# Groups of verbs (`edgemoe.cli.groups`), after them.
+GROUPS: tuple[typer.Typer, ...] = ()
+for verbs_of in GROUPS:
+    app.add_typer(verbs_of)
 
-def verbs() -> list[str]:
-    """The commands' names, in order."""
-    return [str(command.name or getattr(command.callback, "__name__", "")) for command in app.registered_commands]
+
+def verbs() -> list[tuple[str, ...]]:
+    """The commands' names, in order: `("info",)`, or for one in a group the group's first, `("eval", "compare")`."""
+    nested = [(str(group.info.name), name) for group in GROUPS for name in ("", *_names(group))]
+    return [(name,) for name in _names(app)] + [tuple(filter(None, names)) for names in nested]
+
+
+def _names(commands: typer.Typer) -> list[str]:
+    registered = commands.registered_commands
+    return [str(command.name or getattr(command.callback, "__name__", "")) for command in registered]
 
 
 # The base of BadParameter is UsageError, of click or of the copy of it that newer Typers carry.
