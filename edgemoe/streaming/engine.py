@@ -60,6 +60,9 @@ class StreamingEngine(Speaker):
     streaming needs it, for a policy that it does not allow, and for a budget that is too small, with the minimum.
     """
 
+    decider_type: type[Decider] = Decider
+    """What decides in the callback; benchmarks put one in its place that replays recorded routing."""
+
     def __init__(
         self,
         path: str | Path,
@@ -111,7 +114,7 @@ class StreamingEngine(Speaker):
             raise
 
     def _load(self, n_ctx: int, kv_type: str, advance: Advance) -> None:
-        self._decider = Decider(self.model)
+        self._decider = self.decider_type(self.model)
         with Skeleton(self.model, advance) as skeleton:
             self._session = SkeletonSession(
                 self.model.path,
