@@ -80,7 +80,7 @@ def calibration_of(trace: Trace, max_entries: int = MAX_ENTRIES) -> Calibration:
         missing = "token ids" if trace.tokens is None else "scores"
         raise UserError(f"{trace.name}: a calibration needs {missing}, which it lacks: trace it with --scores")
     layers = ((experts, score_ranges(scores)) for experts, scores in zip(trace.experts, trace.scores, strict=True))
-    return _estimate(trace.name, trace.tokens, trace.layers, trace.n_experts, layers, trace.meta, max_entries)
+    return estimate(trace.name, trace.tokens, trace.layers, trace.n_experts, layers, trace.meta, max_entries)
 
 
 def _scored(settings: Settings) -> Settings:
@@ -118,7 +118,7 @@ def _from_archive(archive: zipfile.ZipFile, n_experts: int, advance: Advance) ->
     meta = json.loads(str(member("meta")))
     with archive.open("experts.npy") as experts, archive.open("scores.npy") as scores:
         layers = zip(_layers(experts), map(_ranges, _blocks(scores)), strict=True)
-        return _estimate(
+        return estimate(
             meta["model"], member("tokens"), member("layers"), n_experts, layers, meta, MAX_ENTRIES, advance
         )
 
@@ -153,16 +153,20 @@ def _ranges(blocks: Iterator[np.ndarray]) -> np.ndarray:
     return np.concatenate([score_ranges(block) for block in blocks])
 
 
-def _estimate(
+def estimate(
     name: str,
     tokens: np.ndarray,  # [T]
     layer_ids: np.ndarray,  # [L]
     n_experts: int,
     layers: Iterable[Layer],
     meta: dict[str, Any],
-    max_entries: int,
+    max_entries: int = MAX_ENTRIES,
     advance: Advance = no_progress,
 ) -> Calibration:
+    """Estimate from the tokens of a text and, layer by layer, what its router chose and the ranges of its scores.
+
+    `meta` is a trace's: `header_sha256` says of which model. `advance` is told of each layer.
+    """
     if "header_sha256" not in meta:
         raise UserError(f"{name}: does not say of which model file it is (no header_sha256): trace it again")
     if len(tokens) == 0:
