@@ -41,18 +41,8 @@ def provenance(
     """The trace file's `meta`, less what only the end of the run knows. The first keys are the published format's."""
     top_k = [router.top_k for router in routers]
     return {
-        "model": model.geometry.name,
-        "top_k": max(top_k),
-        "k": max(top_k),
-        "num_experts": n_experts,
-        "n_moe_layers": len(routers),
+        **of_model(model, session.description, session.bos, top_k, n_experts),
         "source": f"edgemoe {__version__} trace (llama.cpp eval callback, weights untouched)",
-        "layer_top_k": top_k,
-        "model_file": model.files[0].name,
-        "model_description": session.description,
-        "architecture": model.geometry.architecture,
-        "header_sha256": [header_fingerprint(file) for file in model.files],
-        "llama_cpp": llama_cpp_build(),
         "texts": [
             {
                 "domain": text.source.domain,
@@ -62,12 +52,31 @@ def provenance(
             }
             for text in texts
         ],
-        "bos": session.bos,
         "settings": {
             **dataclasses.asdict(settings),
             "n_threads": session.n_threads,
             "n_batch": session.n_batch,
             "n_ubatch": session.n_ubatch,
         },
+    }
+
+
+def of_model(
+    model: Model, description: str, bos: int | None, layer_top_k: Sequence[int], n_experts: int
+) -> dict[str, Any]:
+    """What every trace's `meta` says of the model and the software that ran it, now."""
+    return {
+        "model": model.geometry.name,
+        "top_k": max(layer_top_k),
+        "k": max(layer_top_k),
+        "num_experts": n_experts,
+        "n_moe_layers": len(layer_top_k),
+        "layer_top_k": list(layer_top_k),
+        "model_file": model.files[0].name,
+        "model_description": description,
+        "architecture": model.geometry.architecture,
+        "header_sha256": [header_fingerprint(file) for file in model.files],
+        "llama_cpp": llama_cpp_build(),
+        "bos": bos,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }

@@ -24,7 +24,13 @@ import numpy as np
 from edgemoe.errors import UserError
 
 SUFFIX = ".partial"
-MEMBER_TYPES = {"experts": np.int16, "scores": np.float32, "pregate": np.float32, "weights": np.float32}
+MEMBER_TYPES = {
+    "experts": np.int16,
+    "executed": np.int16,
+    "scores": np.float32,
+    "pregate": np.float32,
+    "weights": np.float32,
+}
 _PIECE = 1 << 22  # bytes read, and handed to the compressor, at once
 _TOKENS, _WINDOWS, _META, _LOCK = "tokens.i32", "windows.jsonl", "meta.json", "lock"
 

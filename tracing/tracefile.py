@@ -18,7 +18,7 @@ from edgemoe.errors import UserError
 from edgemoe.tracing import validate
 from edgemoe.tracing.spool import Spool, spool_path
 
-OPTIONAL = ("layers", "windows", "tokens", "scores", "pregate", "weights", "delta", "warm")
+OPTIONAL = ("layers", "windows", "tokens", "scores", "pregate", "weights", "executed", "delta", "warm")
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 _KNOWN_STARTS = {
     b"GGUF": "a GGUF model: trace it first, with edgemoe trace",
@@ -47,6 +47,7 @@ class Trace:
     scores: np.ndarray | None = None  # [L, T, E] float32: what selection ranks
     pregate: np.ndarray | None = None  # [L, T, E] float32; zero in layers without one, see `has_pregate`
     weights: np.ndarray | None = None  # [L, T, k] float32 mixing weights
+    executed: np.ndarray | None = None  # [L, T, k] int16: what a steered run executed instead of `experts`
     delta: np.ndarray | None = None  # [L] float32 bonus scale Δ̄, from held-out text
     warm: np.ndarray | None = None  # [L, ≤ E] int16: experts by frequency on held-out text, most selected first
     meta: dict[str, Any] = field(default_factory=dict)
@@ -77,6 +78,8 @@ class Trace:
                 found[name] = validate.scores(name, getattr(self, name), (n_layers, n_tokens, n_experts))
         if self.weights is not None:
             found["weights"] = validate.weights(self.weights, (n_layers, n_tokens, top_k))
+        if self.executed is not None:
+            found["executed"] = validate.executed(self.executed, n_experts, experts.shape)
         if self.delta is not None:
             found["delta"] = validate.delta(self.delta, n_layers)
         if self.warm is not None:
@@ -130,6 +133,7 @@ class Trace:
             scores=None if self.scores is None else self.scores[:, index],
             pregate=None if self.pregate is None else self.pregate[:, index],
             weights=None if self.weights is None else self.weights[:, index],
+            executed=None if self.executed is None else self.executed[:, index],
             delta=self.delta,
             warm=self.warm,
             meta=self.meta,
@@ -233,6 +237,7 @@ def _assemble(path: Path, members: dict[str, np.ndarray], meta: dict[str, Any]) 
         scores=_layer_major(members.get("scores"), token_major, (n_layers, n_tokens)),
         pregate=_layer_major(members.get("pregate"), token_major, (n_layers, n_tokens)),
         weights=members.get("weights"),
+        executed=members.get("executed"),
         delta=members.get("delta"),
         warm=members.get("warm"),
         meta=meta,

@@ -54,6 +54,14 @@ def experts(values: Any, n_experts: int) -> np.ndarray:  # [L, T, k] int16
     return values
 
 
+def executed(values: Any, n_experts: int, shape: tuple[int, ...]) -> np.ndarray:  # [L, T, k] int16
+    """Ids of experts that there are, or −1, as many as were chosen."""
+    values = array("executed", values, np.int16, shape)
+    if values.min() < -1 or values.max() >= n_experts:
+        raise ValueError(f"`executed` holds an expert that is none of 0 to {n_experts - 1}")
+    return values
+
+
 def layers(values: Any, n_layers: int) -> np.ndarray:  # [L] int32
     values = array("layers", values, np.int32, (n_layers,))
     if values[0] < 0 or (np.diff(values) <= 0).any():

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgemoe.cli import policy_options as held
 from edgemoe.cli import sampling_options as given
+from edgemoe.cli.option_groups import spread
+from edgemoe.cli.policy_options import Streaming
+from edgemoe.cli.recording import Recording
 from edgemoe.cli.stopping import interrupt_on_sigterm
 
 if TYPE_CHECKING:
     from typing import Any
 
-    from edgemoe.cli.generating import Metrics
+    from edgemoe.cli.recording import Records
     from edgemoe.generation import Options, Writer
     from edgemoe.generation.chat import Message
     from edgemoe.generation.summary import Summary
@@ -25,39 +26,15 @@ INTERRUPTED = 130
 _HELP = "/reset starts a new conversation, /exit (or Ctrl-D) ends; a line that ends in \\ goes on in the next"
 
 
+@spread
 def chat(
     model: given.ModelPath,
+    sampling: given.Sampling,
+    holding: given.Holding,
+    experts: Streaming,
+    recording: Recording,
     system: given.System = None,
     chat_template: given.Template = None,
-    n: given.Count = None,
-    ctx: given.Ctx = None,
-    temperature: given.Temperature = 0.8,
-    greedy: given.Greedy = False,
-    top_k: given.TopK = 40,
-    top_p: given.TopP = 0.95,
-    min_p: given.MinP = 0.05,
-    seed: given.Seed = None,
-    stop: given.Stop = None,
-    threads: given.Threads = None,
-    n_gpu_layers: given.GpuLayers = 0,
-    kv_type: given.KvType = "f16",
-    ram: held.Ram = None,
-    residency: held.ExpertsHeld = None,
-    policy: held.PolicyName = None,
-    routing: held.Routing = None,
-    eviction: held.Eviction = None,
-    prefetch: held.Prefetch = None,
-    lam: held.Lambda = None,
-    budget: held.Budget = None,
-    window: held.Window = None,
-    gate: held.Gate = None,
-    calibration: held.CalibrationFile = None,
-    readers: held.Readers = None,
-    chunk: held.Chunk = None,
-    verify_reads: held.VerifyReads = False,
-    metrics: Annotated[
-        Path | None, typer.Option("--metrics", metavar="FILE.jsonl", help="Write a line of figures per token.")
-    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object (every turn, with figures) at the end.")
     ] = False,
@@ -67,42 +44,26 @@ def chat(
     Each line of standard input is a turn, so a conversation can be piped in. Ctrl-C ends a reply, and at the prompt
     the conversation; then the exit code is 130.
     """
-    from edgemoe.cli.generating import Metrics, described, loaded, print_summary
-    from edgemoe.cli.options import writable_file
+    from edgemoe.cli.generating import described, loaded, print_summary
     from edgemoe.generation.chat import ChatTemplate
 
-    options = given.sampling(n, temperature, greedy, top_k, top_p, min_p, seed, stop)
-    streaming = held.streaming(
-        ram,
-        residency,
-        policy,
-        routing,
-        eviction,
-        prefetch,
-        lam,
-        budget,
-        window,
-        gate,
-        calibration,
-        readers,
-        chunk,
-        verify_reads,
-    )
+    options, streaming = sampling.options(), experts.settings()
     template = given.read_text("--chat-template", chat_template) if chat_template else None
-    writable_file("--metrics", metrics)
     interrupt_on_sigterm()
-    settings = {"n_ctx": ctx, "n_threads": threads, "kv_type": kv_type}
-    with loaded(model, as_json, streaming, n_gpu_layers, **settings) as writer, Metrics(metrics) as lines:
+    with (
+        recording.of("chat", model) as records,
+        loaded(model, as_json, streaming, records, **holding.settings()) as writer,
+    ):
         writer.template = ChatTemplate.of(writer.engine, template)
-        conversation = _Conversation(writer, options, system, lines, quiet=as_json)
-        interrupted = conversation.hold()
+        conversation = _Conversation(writer, options, system, records, quiet=as_json)
+        interrupted = records.partial = conversation.hold()
         how = described(writer)
     if as_json:
         import json
 
-        typer.echo(json.dumps({"turns": conversation.record, **how}, allow_nan=False))
+        typer.echo(json.dumps({"turns": conversation.record, **how, **records.as_json()}, allow_nan=False))
     elif conversation.total:
-        print_summary(conversation.total, f"{len(conversation.record)} turns")
+        print_summary(conversation.total, f"{len(conversation.record)} turns", records)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -110,8 +71,8 @@ def chat(
 class _Conversation:
     """Turns, until there are no more; what was said and how it went."""
 
-    def __init__(self, writer: Writer, options: Options, system: str | None, metrics: Metrics, quiet: bool) -> None:
-        self.writer, self.options, self.metrics, self.quiet = writer, options, metrics, quiet
+    def __init__(self, writer: Writer, options: Options, system: str | None, records: Records, quiet: bool) -> None:
+        self.writer, self.options, self.records, self.quiet = writer, options, records, quiet
         self.opening: list[Message] = [{"role": "system", "content": system}] if system else []
         self.messages: list[Message] = list(self.opening)
         self.record: list[dict[str, Any]] = []
@@ -160,7 +121,7 @@ class _Conversation:
         from edgemoe.cli.generating import perform
 
         asked: list[Message] = [*self.messages, {"role": "user", "content": line}]
-        return perform(self.writer, asked, self.options, self.metrics, self.quiet, turn=len(self.record))
+        return perform(self.writer, asked, self.options, self.records, self.quiet, turn=len(self.record))
 
 
 def _turns(person: bool) -> Iterator[str]:

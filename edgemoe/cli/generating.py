@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 import threading
 import time
@@ -15,13 +14,16 @@ from edgemoe.cli.status_line import StatusLine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from typing import Any, TextIO
+    from typing import Any
 
+    from edgemoe.cli.recording import Records
     from edgemoe.generation import Options, Step, Writer
     from edgemoe.generation.chat import Message
     from edgemoe.generation.summary import Meter, Summary
+    from edgemoe.streaming.engine import StreamingEngine
 
 _REDRAW_S = 0.2
+_NOTICED_S = 1.0
 _ENDINGS = {
     "end": "the model ended the text",
     "stop": "a stop string",
@@ -32,15 +34,14 @@ _ENDINGS = {
 
 
 @contextmanager
-def loaded(model: Path, quiet: bool, streaming: dict[str, Any], n_gpu_layers: int, **settings: Any) -> Iterator[Writer]:
-    """A writer on the model, loaded under a progress bar, closed at the end."""
-    from edgemoe.errors import UserError
+def loaded(model: Path, quiet: bool, streaming: dict[str, Any], records: Records, **settings: Any) -> Iterator[Writer]:
+    """A writer on the model, loaded under a progress bar, watched by the trace of `records`, closed at the end."""
     from edgemoe.generation import load
     from edgemoe.generation.loading import load_steps
     from edgemoe.progress import progress
 
-    if streaming and n_gpu_layers:
-        raise UserError("--ram and --residency run on the CPU: leave out --n-gpu-layers")
+    if streaming:
+        _compile(quiet)
     total, nbytes = load_steps(model, streamed=bool(streaming))
     megabytes = max(1, round(nbytes / 1e6))
     with progress(f"loading {model.name}", megabytes, "MB", quiet=quiet) as advance:
@@ -53,22 +54,50 @@ def loaded(model: Path, quiet: bool, streaming: dict[str, Any], n_gpu_layers: in
             advance(now - done)
             done = now
 
-        where = streaming or {"n_gpu_layers": n_gpu_layers}
-        writer = load(model, advance=count, **where, **settings)
+        writer = load(model, advance=count, observer=records.live, **streaming, **settings)
     with writer:
+        records.about(writer, described(writer))
         if not quiet:
             for note in notes(writer, calibrated="calibration" in streaming):
                 print(f"note {note}", file=sys.stderr)  # noqa: T201
         yield writer
 
 
+def _compile(quiet: bool) -> None:
+    """Make the native callback ready, and say so where that takes its time: at the first start on a machine."""
+    from edgemoe.streaming.compiled import ready
+
+    done = threading.Event()
+
+    def tell() -> None:
+        if done.wait(_NOTICED_S):
+            return
+        said = "compiling the routing callback: once on this machine, for about 20 s"
+        if not sys.stderr.isatty():
+            print(said, file=sys.stderr, flush=True)  # noqa: T201
+            return
+        from rich.console import Console
+
+        with Console(stderr=True).status(said):
+            done.wait()
+
+    teller = threading.Thread(target=tell, daemon=True)
+    if not quiet:
+        teller.start()
+    try:
+        ready()
+    finally:
+        done.set()
+        if not quiet:
+            teller.join()
+
+
 def notes(writer: Writer, calibrated: bool) -> Iterator[str]:
     """What a person should know of how the experts are held before reading the text."""
     from edgemoe.policy import Policy
-    from edgemoe.streaming.engine import StreamingEngine
 
-    engine = writer.engine
-    if not isinstance(engine, StreamingEngine):
+    engine = _streaming(writer)
+    if engine is None:
         return
     n_experts, policy = engine.model.geometry.n_experts, engine.policy
     yield f"{engine.capacity} of {n_experts} experts per layer have a slot in RAM; policy: {policy}"
@@ -83,12 +112,19 @@ def notes(writer: Writer, calibrated: bool) -> Iterator[str]:
         yield "this file system cannot be read past the page cache: what reads leave in it is dropped"
 
 
-def described(writer: Writer) -> dict[str, Any]:
-    """How the experts were held, for `--json`."""
+def _streaming(writer: Writer) -> StreamingEngine | None:
+    """Its engine, if that reads experts from disk. It runs on Linux only, and is not imported where it is not used."""
+    if "edgemoe.streaming.engine" not in sys.modules:
+        return None
     from edgemoe.streaming.engine import StreamingEngine
 
-    engine = writer.engine
-    if not isinstance(engine, StreamingEngine):
+    return writer.engine if isinstance(writer.engine, StreamingEngine) else None
+
+
+def described(writer: Writer) -> dict[str, Any]:
+    """How the experts were held, for `--json`."""
+    engine = _streaming(writer)
+    if engine is None:
         return {"experts": "resident"}
     return {
         "experts": "streamed",
@@ -103,11 +139,11 @@ def probed_disk(writer: Writer) -> float | None:
     """Bytes per second that `edgemoe probe` measured for reads of an expert's tensors; None without such a figure."""
     from edgemoe.errors import UserError
     from edgemoe.machine.profile import load_profile
-    from edgemoe.streaming.engine import StreamingEngine
 
-    if not isinstance(writer.engine, StreamingEngine):
+    engine = _streaming(writer)
+    if engine is None:
         return None
-    model = writer.engine.model
+    model = engine.model
     try:
         ssd = load_profile(model=model.path).ssd
     except UserError:
@@ -116,30 +152,8 @@ def probed_disk(writer: Writer) -> float | None:
     return ssd.random_expert(max(piece.length for piece in model.expert_slices(layer, 0))) if ssd else None
 
 
-class Metrics:
-    """A line of JSON per generated token, in a file."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._file: TextIO | None = path.open("w", encoding="utf-8") if path else None
-
-    def add(self, step: Step, meter: Meter, **more: Any) -> None:
-        if self._file is None:
-            return
-        token = {"index": step.index, "token": step.token, "text": step.text, "latency_s": step.seconds}
-        record = {**more, **token, **vars(meter.since_last()), "finish": step.finish}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-
-    def __enter__(self) -> Metrics:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file:
-            self._file.close()
-
-
 def perform(
-    writer: Writer, prompt: str | Sequence[Message], options: Options, metrics: Metrics, quiet: bool, **more: Any
+    writer: Writer, prompt: str | Sequence[Message], options: Options, records: Records, quiet: bool, **more: Any
 ) -> tuple[str, Summary]:
     """Generate, showing the text (unless `quiet`) and the status line; the text and how it went.
 
@@ -157,7 +171,7 @@ def perform(
             first = _first_step(steps, writer, line)
             for step in itertools.chain([first], steps):
                 meter.step(step)
-                metrics.add(step, meter, **more)
+                records.add(step, meter, **more)
                 text.append(step.text)
                 if not quiet:
                     line.write(step.text)
@@ -212,7 +226,7 @@ def _status(meter: Meter) -> str:
     return " · ".join([*parts, f"context {engine.position:,} of {engine.n_ctx:,}"])
 
 
-def print_summary(summary: Summary, title: str) -> None:
+def print_summary(summary: Summary, title: str, records: Records) -> None:
     """The figures of a generation, on standard error: standard output has the text and nothing else."""
     from rich.console import Console
     from rich.text import Text
@@ -220,6 +234,8 @@ def print_summary(summary: Summary, title: str) -> None:
     from edgemoe.cli.output import say
 
     out, rows = Console(stderr=True, highlight=False), list(_rows(summary, title))
+    if str(records):
+        rows.append(("trace", str(records)))
     width = 2 + max(len(name) for name, _ in rows)
     out.print()
     for name, words in rows:

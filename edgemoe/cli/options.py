@@ -28,6 +28,13 @@ def count_option(name: str, text: str, what: str) -> int:
     return number
 
 
+def budget_option(text: str | None) -> int | str | None:
+    """`--budget`: a number of prefetches, "unbounded", or None where the option was left out."""
+    if text is None or text == "unbounded":
+        return text
+    return count_option("--budget", text, "a number of prefetches or unbounded")
+
+
 def writable_file(option: str, path: Path | None, endings: tuple[str, ...] = ()) -> None:
     """Make the folder of a file that will be written, and refuse, before the work, what could not be written after it.
 

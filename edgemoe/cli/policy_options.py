@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,57 +87,89 @@ VerifyReads = Annotated[
 ]
 
 
-def streaming(
-    ram: str | None,
-    residency: str | None,
-    policy: str | None,
-    routing: str | None,
-    eviction: str | None,
-    prefetch: str | None,
-    lam: float | None,
-    budget: str | None,
-    window: int | None,
-    gate: str | None,
-    calibration: Path | None,
-    readers: int | None,
-    chunk: int | None,
-    verify_reads: bool,
-) -> dict[str, Any]:
-    """What `edgemoe.generation.load` is given; empty where neither --ram nor --residency is.
+TopJ = Annotated[
+    int | None,
+    typer.Option("--top-j", metavar="J", help="Change --policy: the router's best J get the bonus anyway."),
+]
+Scale = Annotated[
+    str | None,
+    typer.Option("--scale", metavar="fixed|running", help="Change --policy: where the bonus's mean range comes from."),
+]
+Tau = Annotated[
+    float | None, typer.Option("--tau", metavar="X", help="Change --policy: tolerance of --routing tau, 0 to 1.")
+]
+Elide = Annotated[
+    float | None, typer.Option("--elide", metavar="X", hidden=True, help="Not in llama.cpp: see edgemoe simulate.")
+]
 
-    Raises `UserError` for a value that is out of range, and for any of the others without one of those two.
-    """
-    from edgemoe.cli.options import count_option
-    from edgemoe.errors import UserError
-    from edgemoe.policy import preset
-    from edgemoe.units import Residency, parse_bytes
 
-    overrides = {
-        "routing": routing,
-        "eviction": eviction,
-        "prefetch": prefetch,
-        "lam": lam,
-        "budget": budget,
-        "window": window,
-        "gate": gate,
-    }
-    overrides = {name: value for name, value in overrides.items() if value is not None}
-    others = {"policy": policy, "calibration": calibration, "readers": readers, "chunk": chunk, **overrides}
-    if ram is None and residency is None:
-        given = [name for name, value in others.items() if value is not None] + ["verify-reads"] * verify_reads
+@dataclass(frozen=True)
+class Streaming:
+    """Experts on disk: how many are held, by which policy, and how they are read."""
+
+    ram: Ram = None
+    residency: ExpertsHeld = None
+    policy: PolicyName = None
+    routing: Routing = None
+    eviction: Eviction = None
+    prefetch: Prefetch = None
+    lam: Lambda = None
+    top_j: TopJ = None
+    scale: Scale = None
+    tau: Tau = None
+    elide: Elide = None
+    budget: Budget = None
+    window: Window = None
+    gate: Gate = None
+    calibration: CalibrationFile = None
+    readers: Readers = None
+    chunk: Chunk = None
+    verify_reads: VerifyReads = False
+
+    def settings(self) -> dict[str, Any]:
+        """What `edgemoe.generation.load` is given; empty where neither --ram nor --residency is.
+
+        Raises `UserError` for a value that is out of range, and for any of the others without one of those two.
+        """
+        from edgemoe.errors import UserError
+        from edgemoe.policy import preset
+        from edgemoe.units import Residency, parse_bytes
+
+        overrides = self._overrides()
+        if self.ram is None and self.residency is None:
+            self._refuse_without_streaming(overrides)
+            return {}
+        if self.elide is not None:
+            raise UserError(
+                "--elide: llama.cpp always executes the model's k experts: leave it out (edgemoe simulate has it)"
+            )
+        settings: dict[str, Any] = {
+            "ram": None if self.ram is None else parse_bytes(self.ram),
+            "residency": None if self.residency is None else Residency.parse(self.residency),
+            "policy": preset(self.policy or "exact-lru", **overrides),
+            "calibration": self.calibration,
+            "readers": self.readers,
+            "chunk": self.chunk,
+            "verify_reads": self.verify_reads or None,
+        }
+        return {name: value for name, value in settings.items() if value is not None}
+
+    def _overrides(self) -> dict[str, Any]:
+        """The fields of the policy that were given."""
+        from edgemoe.cli.options import budget_option
+
+        given = {name: getattr(self, name) for name in _OVERRIDES} | {"budget": budget_option(self.budget)}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _refuse_without_streaming(self, overrides: dict[str, Any]) -> None:
+        from edgemoe.errors import UserError
+
+        others = {name: getattr(self, name) for name in ("policy", "calibration", "readers", "chunk", "elide")}
+        given = [name for name, value in {**others, **overrides}.items() if value is not None]
+        given += ["verify_reads"] * self.verify_reads
         if given:
-            name = "lambda" if given[0] == "lam" else given[0]
+            name = "lambda" if given[0] == "lam" else given[0].replace("_", "-")
             raise UserError(f"--{name} is about experts on disk: give --ram or --residency with it")
-        return {}
-    if budget is not None and budget != "unbounded":
-        overrides["budget"] = count_option("--budget", budget, "a number of prefetches or unbounded")
-    settings: dict[str, Any] = {
-        "ram": None if ram is None else parse_bytes(ram),
-        "residency": None if residency is None else Residency.parse(residency),
-        "policy": preset(policy or "exact-lru", **overrides),
-        "calibration": calibration,
-        "readers": readers,
-        "chunk": chunk,
-        "verify_reads": verify_reads or None,
-    }
-    return {name: value for name, value in settings.items() if value is not None}
+
+
+_OVERRIDES = ("routing", "eviction", "prefetch", "lam", "top_j", "scale", "tau", "window", "gate")

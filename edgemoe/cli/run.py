@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgemoe.cli import policy_options as held
 from edgemoe.cli import sampling_options as given
+from edgemoe.cli.option_groups import spread
+from edgemoe.cli.policy_options import Streaming
+from edgemoe.cli.recording import Recording
 from edgemoe.cli.stopping import interrupt_on_sigterm
 
 if TYPE_CHECKING:
@@ -21,8 +23,13 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 
+@spread
 def run(
     model: given.ModelPath,
+    sampling: given.Sampling,
+    holding: given.Holding,
+    experts: Streaming,
+    recording: Recording,
     prompt: Annotated[str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt.")] = None,
     file: Annotated[
         Path | None,
@@ -30,8 +37,6 @@ def run(
             "-f", "--file", metavar="FILE", help="Read the prompt from a UTF-8 text. Default: from standard input."
         ),
     ] = None,
-    n: given.Count = None,
-    ctx: given.Ctx = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -42,34 +47,7 @@ def run(
     ] = None,
     system: given.System = None,
     chat_template: given.Template = None,
-    temperature: given.Temperature = 0.8,
-    greedy: given.Greedy = False,
-    top_k: given.TopK = 40,
-    top_p: given.TopP = 0.95,
-    min_p: given.MinP = 0.05,
-    seed: given.Seed = None,
-    stop: given.Stop = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on where the model would end the text.")] = False,
-    threads: given.Threads = None,
-    n_gpu_layers: given.GpuLayers = 0,
-    kv_type: given.KvType = "f16",
-    ram: held.Ram = None,
-    residency: held.ExpertsHeld = None,
-    policy: held.PolicyName = None,
-    routing: held.Routing = None,
-    eviction: held.Eviction = None,
-    prefetch: held.Prefetch = None,
-    lam: held.Lambda = None,
-    budget: held.Budget = None,
-    window: held.Window = None,
-    gate: held.Gate = None,
-    calibration: held.CalibrationFile = None,
-    readers: held.Readers = None,
-    chunk: held.Chunk = None,
-    verify_reads: held.VerifyReads = False,
-    metrics: Annotated[
-        Path | None, typer.Option("--metrics", metavar="FILE.jsonl", help="Write a line of figures per token.")
-    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object (text and figures) and nothing else.")
     ] = False,
@@ -82,42 +60,27 @@ def run(
 
     Exit code 130 if Ctrl-C or SIGTERM ended it: the text so far and the summary are printed all the same.
     """
-    from edgemoe.cli.generating import Metrics, described, loaded, perform, print_summary
-    from edgemoe.cli.options import writable_file
+    from edgemoe.cli.generating import described, loaded, perform, print_summary
 
-    options = given.sampling(n, temperature, greedy, top_k, top_p, min_p, seed, stop, ignore_eos)
-    streaming = held.streaming(
-        ram,
-        residency,
-        policy,
-        routing,
-        eviction,
-        prefetch,
-        lam,
-        budget,
-        window,
-        gate,
-        calibration,
-        readers,
-        chunk,
-        verify_reads,
-    )
+    options, streaming = sampling.options(ignore_eos), experts.settings()
     text = _prompt(prompt, file)
     template = given.read_text("--chat-template", chat_template) if chat_template else None
-    writable_file("--metrics", metrics)
     interrupt_on_sigterm()
-    settings = {"n_ctx": ctx, "n_threads": threads, "kv_type": kv_type}
-    with loaded(model, as_json, streaming, n_gpu_layers, **settings) as writer, Metrics(metrics) as lines:
+    with (
+        recording.of("run", model) as records,
+        loaded(model, as_json, streaming, records, **holding.settings()) as writer,
+    ):
         asked = _asked(writer, text, chat, system, template)
-        written, summary = perform(writer, asked, options, lines, quiet=as_json)
+        written, summary = perform(writer, asked, options, records, quiet=as_json)
+        records.partial = summary.finish == "interrupted"
         how = described(writer)
     if as_json:
         import json
 
-        typer.echo(json.dumps({"text": written, **summary.as_json(), **how}, allow_nan=False))
+        typer.echo(json.dumps({"text": written, **summary.as_json(), **how, **records.as_json()}, allow_nan=False))
     else:
         typer.echo()
-        print_summary(summary, "generated")
+        print_summary(summary, "generated", records)
     if summary.finish == "interrupted":
         raise typer.Exit(INTERRUPTED)
 

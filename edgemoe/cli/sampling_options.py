@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from edgemoe.generation import Options
 
 ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="A GGUF file; any shard of a split one.")]
@@ -71,30 +74,52 @@ Template = Annotated[
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="Instructions that precede the chat.")]
 
 
-def sampling(
-    n: int | None,
-    temperature: float,
-    greedy: bool,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    seed: int | None,
-    stop: list[str] | None,
-    ignore_eos: bool = False,
-) -> Options:
-    """The options as one value. Raises `UserError` for one that is out of range."""
-    from edgemoe.generation import Options
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen, and when the text ends."""
 
-    return Options(
-        n=n,
-        temperature=0.0 if greedy else temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-    )
+    n: Count = None
+    temperature: Temperature = 0.8
+    greedy: Greedy = False
+    top_k: TopK = 40
+    top_p: TopP = 0.95
+    min_p: MinP = 0.05
+    seed: Seed = None
+    stop: Stop = None
+
+    def options(self, ignore_eos: bool = False) -> Options:
+        """As generation takes them. Raises `UserError` for one that is out of range."""
+        from edgemoe.generation import Options
+
+        return Options(
+            n=self.n,
+            temperature=0.0 if self.greedy else self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            stop=tuple(self.stop or ()),
+            ignore_eos=ignore_eos,
+        )
+
+
+@dataclass(frozen=True)
+class Holding:
+    """How llama.cpp holds the model and its context."""
+
+    ctx: Ctx = None
+    threads: Threads = None
+    n_gpu_layers: GpuLayers = 0
+    kv_type: KvType = "f16"
+
+    def settings(self) -> dict[str, Any]:
+        """What `edgemoe.generation.load` is given."""
+        return {
+            "n_ctx": self.ctx,
+            "n_threads": self.threads,
+            "n_gpu_layers": self.n_gpu_layers,
+            "kv_type": self.kv_type,
+        }
 
 
 def read_text(option: str, path: Path) -> str:

@@ -108,7 +108,7 @@ def simulate(
     Eviction rules replay the recorded loads through an empty cache that lives through the whole trace. Presets replay
     Algorithm 1 of prefetch-steered routing on the stored scores, reset at each window: what the tiers would decide.
     """
-    from edgemoe.cli.options import layer_option, writable_file
+    from edgemoe.cli.options import budget_option, layer_option, writable_file
     from edgemoe.tracing import load_trace
     from edgemoe.tracing.pictures import ENDINGS
 
@@ -121,7 +121,7 @@ def simulate(
         "scale": scale,
         "tau": tau,
         "elide": elide,
-        "budget": _budget(budget),
+        "budget": budget_option(budget),
         "window": window,
         "routing": routing,
         "eviction": eviction,
@@ -237,14 +237,6 @@ def _residencies(text: str, n_experts: int, slot_bytes: int | None) -> dict[int,
 
     asked = [Residency.parse(part) for part in text.split(",")]
     return {residency.slots(n_experts, slot_bytes): residency.text for residency in asked}
-
-
-def _budget(text: str | None) -> int | str | None:
-    from edgemoe.cli.options import count_option
-
-    if text is None or text == "unbounded":
-        return text
-    return count_option("--budget", text, "a number of prefetches or unbounded")
 
 
 def _calibration(recorded: Trace, path: Path | None) -> Calibration:

@@ -7,10 +7,10 @@
 Read `generate` first, then `engine` (what it asks of an engine) and `sampling`.
 """
 
-from edgemoe.generation.engine import Engine, EngineStats
+from edgemoe.generation.engine import Engine, EngineStats, Observer
 from edgemoe.generation.generate import Context, Step, generate
 from edgemoe.generation.loading import load
 from edgemoe.generation.options import Options
 from edgemoe.generation.writer import Writer
 
-__all__ = ["Context", "Engine", "EngineStats", "Options", "Step", "Writer", "generate", "load"]
+__all__ = ["Context", "Engine", "EngineStats", "Observer", "Options", "Step", "Writer", "generate", "load"]

@@ -4,7 +4,7 @@
 fits and reads the rest. Sampling, chat and the commands know this protocol only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Protocol, TypeVar
@@ -61,6 +61,17 @@ class EngineStats:
     @property
     def read_bytes(self) -> int:
         return self.demand_bytes + self.prefetch_bytes
+
+
+class Observer(Protocol):
+    """Told by an engine of every token that it decoded, in the order of execution; undone decodes are not told."""
+
+    def reset(self) -> None:
+        """A new sequence starts: the memory is empty, the caches are as at the start."""
+
+    def decoded(self, tokens: np.ndarray, rows: Mapping[str, np.ndarray]) -> None:
+        """T tokens [T]: the experts that ran, `executed` [L, T, k] (−1 pads), and where the graph ranks them `scores`
+        [L, T, E]; `pregate` [L, T, E] under a policy that forms it. The arrays are the observer's to keep."""
 
 
 class Engine(Protocol):

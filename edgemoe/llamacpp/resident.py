@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -9,8 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from edgemoe.errors import UserError
-from edgemoe.generation.engine import EngineStats
+from edgemoe.generation.engine import EngineStats, Observer
 from edgemoe.llamacpp.brake import brake_address
+from edgemoe.llamacpp.routing_rows import RoutingRows
 from edgemoe.llamacpp.session import Session
 from edgemoe.llamacpp.vocabulary import Speaker, Vocabulary
 from edgemoe.progress import Advance, no_progress
@@ -27,8 +29,9 @@ class ResidentEngine(Speaker):
 
     `n_ctx` defaults to 4096, or to what the model was trained for where that is less. `all_rows` computes the logits of
     every token of a prompt, which changes the last bits of them; `repack` lets llama.cpp rearrange weights for speed:
-    without it, and with the same rows and ubatches, a streaming engine gives the same bits. Raises `UserError` for a
-    model that does not load and a context that does not fit.
+    without it, and with the same rows and ubatches, a streaming engine gives the same bits. An `observer` is told what
+    the routers choose, and has all rows computed. Raises `UserError` for a model that does not load and a context that
+    does not fit.
     """
 
     def __init__(
@@ -42,10 +45,13 @@ class ResidentEngine(Speaker):
         kv_type: KvType = "f16",
         all_rows: bool = False,
         repack: bool = True,
+        observer: Observer | None = None,
         advance: Advance = no_progress,
     ) -> None:
         if kv_type not in KV_TYPES:
             raise UserError(f"KV type {kv_type!r} is not one of {', '.join(KV_TYPES)}")
+        self._observer = observer
+        self._routing = RoutingRows() if observer else None
         self._session = _Interruptible(
             path,
             n_ctx=n_ctx,
@@ -53,10 +59,17 @@ class ResidentEngine(Speaker):
             n_threads=n_threads,
             n_gpu_layers=n_gpu_layers,
             kv_type=kv_type,
-            all_rows=all_rows,
+            all_rows=all_rows or observer is not None,
             repack=repack,
             advance=advance,
+            hub=self._routing,
         )
+        if self._routing:
+            try:
+                self._routing.find(self._session)
+            except BaseException:
+                self._session.close()
+                raise
         self._vocabulary = Vocabulary(self._session.model)
         self._position = self._tokens = 0
         self._seconds = 0.0
@@ -82,15 +95,21 @@ class ResidentEngine(Speaker):
         try:
             for at in range(0, count, self._session.n_batch):
                 chunk = tokens[at : at + self._session.n_batch]
-                self._session.decode(chunk, self._position)
-                self._position += len(chunk)
-                self._tokens += len(chunk)
+                self._decode(np.asarray(chunk, np.int32))
             return self._session.last_logits()
         except BaseException:
             self._position = self._session.forget(self._position)
             raise
         finally:
             self._seconds += time.perf_counter() - start
+
+    def _decode(self, tokens: np.ndarray) -> None:
+        with self._routing.capture() if self._routing else nullcontext():
+            self._session.decode(tokens, self._position)
+        self._position += len(tokens)
+        self._tokens += len(tokens)
+        if self._observer and self._routing:
+            self._observer.decoded(tokens, self._routing.of(len(tokens)))
 
     def decode(self, token: int) -> np.ndarray:
         return self.prefill([token])
@@ -104,6 +123,8 @@ class ResidentEngine(Speaker):
     def reset(self) -> None:
         self._session.clear()
         self._position = 0
+        if self._observer:
+            self._observer.reset()
 
     def stats(self) -> EngineStats:
         import psutil
@@ -162,8 +183,8 @@ class _Interruptible(Session):
         params.abort_callback_data = self._brake.ctypes.data
         return params
 
-    def _fill(self, tokens: np.ndarray, position: int) -> None:
-        super()._fill(tokens, position)
+    def _fill(self, tokens: np.ndarray, *where: np.ndarray) -> None:
+        super()._fill(tokens, *where)
         if not self._all_rows:
             for i in range(len(tokens) - 1):
                 self._batch.logits[i] = 0

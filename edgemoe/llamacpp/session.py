@@ -42,6 +42,12 @@ def check_limits(n_ctx: int, n_threads: int | None) -> None:
         raise UserError(f"{n_threads} threads: expected 1 to {MAX_THREADS}")
 
 
+def check_gpu(n_gpu_layers: int) -> None:
+    """Raise `UserError` for layers on a GPU where llama.cpp was built without support for any."""
+    if n_gpu_layers and not llama().llama_supports_gpu_offload():
+        raise UserError("this llama.cpp build has no GPU support: leave out --n-gpu-layers, or install one that has")
+
+
 @functools.cache
 def quiet() -> tuple[ModuleType, object]:
     """The bindings, with llama.cpp's log going to `_complaints` (errors only) instead of stderr."""
@@ -131,10 +137,7 @@ class Session:
         self._context: Any = None
         self._batch: Any = None
         self._vocab: Any = None
-        if n_gpu_layers and not self._lib.llama_supports_gpu_offload():
-            raise UserError(
-                "this llama.cpp build has no GPU support: leave out --n-gpu-layers, or install one that has"
-            )
+        check_gpu(n_gpu_layers)
         self._running: _Call | None = None
         self._interrupted = False
         self.loaded = 0.0  # the share of the model file that is

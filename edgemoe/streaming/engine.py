@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgemoe.errors import UserError
-from edgemoe.generation.engine import EngineStats
+from edgemoe.generation.engine import EngineStats, Observer
 from edgemoe.llamacpp.graph import Router, find_routers
 from edgemoe.llamacpp.header import header_fingerprint
 from edgemoe.llamacpp.layout import Tensor as GraphTensor
 from edgemoe.llamacpp.reserve import SkeletonSession
 from edgemoe.llamacpp.resident import DEFAULT_CTX, KV_TYPES
-from edgemoe.llamacpp.session import default_threads
+from edgemoe.llamacpp.session import check_gpu, default_threads
 from edgemoe.llamacpp.vocabulary import Speaker, Vocabulary
 from edgemoe.model import Model, read_model
 from edgemoe.policy import LogicalCache, Policy
@@ -42,17 +42,19 @@ if TYPE_CHECKING:
     from edgemoe.calibration import Calibration
 
 DEFAULT_CHUNK = 128
+OBSERVED = ("executed", "scores", "pregate")  # what an observer is told of each token
 
 
 class StreamingEngine(Speaker):
-    """An `edgemoe.generation.engine.Engine` that reads experts when they are needed. Linux, CPU.
+    """An `edgemoe.generation.engine.Engine` that reads experts when they are needed. Linux; experts run on the CPU.
 
     ram: bytes that the process may hold (RssAnon and shared memory). residency: slots per layer instead of that, or
     within it; with neither, every expert has a slot. calibration: warm set, bonus scale and token prior of this model;
     without it the warm set is experts 0 … C − 1, the scale is a running mean and there is no prior. A warm expert is
     read when it is first used. chunk: tokens of a prompt that are decoded at once; it changes what steered policies
     decide. readers: reads in flight. verify_reads: read each slice twice and compare. record: keep each decision
-    (`records`). read_delay (seconds): slow reads down, unevenly, as tests do. `advance` is told of the bytes that
+    (`records`), in memory; observer: tell it of each instead. n_gpu_layers: of so many layers all but the experts goes to
+    a GPU. read_delay (seconds): slow reads down, unevenly, as tests do. `advance` is told of the bytes that
     loading copies: `edgemoe.streaming.skeleton.dense_bytes` in all.
 
     With an exact policy the logits are bit-identical to `ResidentEngine(…, repack=False, all_rows=True)` of the same
@@ -78,6 +80,8 @@ class StreamingEngine(Speaker):
         kv_type: str = "f16",
         verify_reads: bool = False,
         record: bool = False,
+        observer: Observer | None = None,
+        n_gpu_layers: int = 0,
         read_delay: float = 0,
         advance: Advance = no_progress,
     ) -> None:
@@ -85,6 +89,7 @@ class StreamingEngine(Speaker):
             raise UserError("streaming needs Linux: keep the model in RAM here")
         if kv_type not in KV_TYPES:
             raise UserError(f"KV type {kv_type!r} is not one of {', '.join(KV_TYPES)}")
+        check_gpu(n_gpu_layers)
         if not 1 <= chunk <= 512:
             raise UserError(f"a chunk of {chunk} tokens: expected 1 to 512")
         self.model = model = _streamable(read_model(path))
@@ -94,7 +99,7 @@ class StreamingEngine(Speaker):
         self.n_threads = n_threads or default_threads()
         self._calibration, self._kv_type = calibration, kv_type
         self.policy = policy = _completed(policy or Policy(), calibration)
-        self._record = record
+        self._record, self._observer, self._n_gpu_layers = record, observer, n_gpu_layers
         self.records: list[dict[str, np.ndarray]] = []
         self._position = self._tokens = 0
         self._seconds = 0.0
@@ -125,6 +130,7 @@ class StreamingEngine(Speaker):
                 n_batch=self.chunk,
                 n_ubatch=self.chunk,
                 n_threads=self.n_threads,
+                n_gpu_layers=self._n_gpu_layers,
             )
         self._vocabulary = Vocabulary(self._session.model)
         routers = self._survey()
@@ -140,7 +146,11 @@ class StreamingEngine(Speaker):
             warm=known.warm if known else None,
         )
         prior = known is not None and (self.policy.eviction == "score" or self.policy.prefetch == "token-prior")
-        self._decider.plan(routers, self._cache, self._store, self.chunk, has_prior=prior, record=self._record)
+        self._decider.plan(routers, self._cache, self._store, self.chunk, has_prior=prior, record=self._recorded)
+
+    @property
+    def _recorded(self) -> bool:
+        return self._record or self._observer is not None
 
     def _survey(self) -> list[Router]:
         """Decode one token without experts to see the graph; then point its expert tensors at the store."""
@@ -204,6 +214,7 @@ class StreamingEngine(Speaker):
             "chunk": self.chunk,
             "threads": self.n_threads,
             "context": self.n_ctx,
+            "gpu_layers": self._n_gpu_layers,
             "kv": self._kv_type,
             "calibration": self._calibration.digest if self._calibration else "",
         }
@@ -248,10 +259,13 @@ class StreamingEngine(Speaker):
             decider.forget_asked()
             self._position = session.forget(self._position)
             raise
-        if self._record:
-            self.records.append({"tokens": tokens.copy(), **decider.record(count)})
         self._position += count
         self._tokens += count
+        if self._record:
+            self.records.append({"tokens": tokens.copy(), **decider.record(count)})
+        if self._observer:
+            rows = decider.record(count)
+            self._observer.decoded(tokens.copy(), {name: rows[name] for name in OBSERVED if name in rows})
 
     def rewind(self, position: int) -> int:
         assert 0 <= position <= self._position and self._session is not None
@@ -264,6 +278,8 @@ class StreamingEngine(Speaker):
         self._session.clear()
         self._cache.reset()
         self._position = 0
+        if self._observer:
+            self._observer.reset()
 
     def stats(self) -> EngineStats:
         ctl = self._decider.ctl
