@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 from edgemoe.doctor.check import Check, first_line
 from edgemoe.errors import UserError
@@ -77,7 +78,16 @@ def llama_requirement() -> str:
 
 
 def _reinstall() -> str:
-    return f"pip install --force-reinstall --no-cache-dir {llama_requirement()}"
+    """The command, without AMX where the processor has it: GCC 12 compiles llama.cpp's AMX kernels wrongly."""
+    flags = "CFLAGS=-mno-amx-int8 CXXFLAGS=-mno-amx-int8 " if _has_amx() else ""
+    return f"{flags}pip install --force-reinstall --no-cache-dir {llama_requirement()}"
+
+
+def _has_amx() -> bool:
+    try:
+        return " amx_int8 " in Path("/proc/cpuinfo").read_text(encoding="utf-8").replace("\n", " ")
+    except OSError:
+        return False
 
 
 def check_llama_version() -> Check:

@@ -24,6 +24,8 @@ from edgemoe.tracing.tracefile import load_trace
 N_TOKENS = 96
 MODELS: list[dict[str, Any]] = [
     {"arch": "olmoe", "n_layers": 3},
+    # llama.cpp's fastest products take quantised weights alone.
+    {"arch": "olmoe", "n_layers": 2, "dense_type": "Q8_0", "expert_type": "Q8_0", "d_expert": 64},
     {"arch": "deepseek2", "n_layers": 3, "leading_dense": 1, "n_experts": 24, "top_k": 3},
     {"arch": "gpt-oss", "n_layers": 2, "n_kv_heads": 2},
 ]
@@ -32,14 +34,14 @@ MODELS: list[dict[str, Any]] = [
 def selftest() -> None:
     """Raise `UserError` with the first thing that is wrong."""
     verify_layout()
-    with tempfile.TemporaryDirectory(prefix="edgemoe-selftest-") as directory:
-        for shape in MODELS:
+    for shape in MODELS:
+        with tempfile.TemporaryDirectory(prefix="edgemoe-selftest-") as directory:
             _trace_one(Path(directory), shape)
 
 
 def _trace_one(directory: Path, shape: dict[str, Any]) -> None:
     [model] = write_synthetic(directory / f"{shape['arch']}.gguf", **shape)
-    text, out = directory / "text.txt", directory / f"{shape['arch']}.npz"
+    text, out = directory / "text.txt", directory / "trace.npz"
     text.write_bytes(np.random.default_rng(0).integers(ord("!"), ord("~"), 4 * N_TOKENS, dtype=np.uint8).tobytes())
     settings = Settings(n_ctx=32, max_tokens=N_TOKENS, scores=True, n_threads=1)
     report = capture(model, [Source("text", text)], out, settings, watch=lambda _: nullcontext(no_progress))

@@ -97,6 +97,15 @@ def test_a_self_test_that_fails_says_how(monkeypatch: pytest.MonkeyPatch, code: 
     assert check.status == "fix" and found in check.found and "llama-cpp-python" in check.fix
 
 
+def test_a_crash_on_a_processor_with_amx_is_answered_without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "SELFTEST", (sys.executable, "-c", "import os; os.kill(os.getpid(), 4)"))
+    monkeypatch.setattr(install, "_has_amx", lambda: True)
+    check = install.check_tracing()
+    assert "crashes (signal 4)" in check.found and check.fix.startswith("CFLAGS=-mno-amx-int8 CXXFLAGS=-mno-amx-int8 ")
+    monkeypatch.setattr(install, "_has_amx", lambda: False)
+    assert install.check_tracing().fix.startswith("pip install")
+
+
 def test_the_self_test_notices_a_wrong_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     selftest.selftest()
 
