@@ -9,6 +9,7 @@ from edgemoe.cli.calibrate import calibrate
 from edgemoe.cli.chat import chat
 from edgemoe.cli.demo import demo
 from edgemoe.cli.doctor import doctor
+from edgemoe.cli.eval import app as evaluate
 from edgemoe.cli.groups import SETTINGS
 from edgemoe.cli.info import info
 from edgemoe.cli.probe import probe
@@ -47,7 +48,7 @@ for verb in (demo, info, trace, stats, simulate, calibrate, probe, wall, generat
     app.command()(verb)
 
 # Groups of verbs (`edgemoe.cli.groups`), after them.
-GROUPS: tuple[typer.Typer, ...] = ()
+GROUPS: tuple[typer.Typer, ...] = (evaluate,)
 for verbs_of in GROUPS:
     app.add_typer(verbs_of)
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from edgemoe.stats.distributions import functions
 from edgemoe.stats.vectors import Groups, Numbers, differences, sums_by_group
 
 
@@ -62,8 +63,7 @@ def clustered_difference(values: Numbers, reference: Numbers, groups: Groups, le
 
 def estimate(mean: float, se: float, n: int, units: int, level: float) -> Difference:
     """The t interval and p-value of a mean with `units` − 1 degrees of freedom."""
-    from scipy import special
-
+    special = functions()
     if not 0 < level < 1:
         raise ValueError(f"a level of {level}: expected one between 0 and 1")
     df = units - 1

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from edgemoe.stats.distributions import functions
 from edgemoe.stats.vectors import Numbers, numbers
 
 
@@ -41,6 +42,5 @@ def mcnemar(values: Numbers, reference: Numbers) -> McNemar:
 
 def balance_p(won: int, lost: int) -> float:
     """P of a balance at least as uneven as won : lost, by coin flips. 1 where nothing is discordant."""
-    from scipy import special
-
+    special = functions()
     return min(1.0, float(2 * special.bdtr(min(won, lost), won + lost, 0.5))) if won + lost else 1.0

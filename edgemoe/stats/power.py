@@ -8,8 +8,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from edgemoe.stats.distributions import functions
+
 POWER = 0.8
 _HALVINGS = 60
+_NODES = 400
 _NEGLIGIBLE = 1e-10  # probability of the discordant counts that are left out
 
 
@@ -20,17 +23,19 @@ def smallest_difference(se: float, df: float, alpha: float = 0.05, power: float 
     By the noncentral t distribution; 2.80·se for large samples at 5%. Assumes that the true standard error is the
     observed one. None where nothing varied (se = 0): such a sample says nothing of its own resolution.
     """
-    from scipy import special
-
+    special = functions()
     _check(alpha, power)
     if df <= 0 or se < 0:
         raise ValueError(f"a standard error of {se} with {df} degrees of freedom")
     if se == 0:
         return None
     critical = float(special.stdtrit(df, 1 - alpha / 2))
+    # The noncentral t, by Gauss–Legendre over the spread that a sample may show; nctdtr is wrong at few degrees.
+    nodes, weights = np.polynomial.legendre.leggauss(_NODES)
+    reach = critical * np.sqrt(special.chdtri(df, (1 - nodes) / 2) / df)
 
     def found(shift: float) -> float:
-        return float(1 - special.nctdtr(df, shift, critical) + special.nctdtr(df, shift, -critical))
+        return float(weights @ (special.ndtr(shift - reach) + special.ndtr(-shift - reach))) / 2
 
     top = critical + 10.0
     while found(top) < power:
@@ -59,8 +64,7 @@ def smallest_discordance(n: int, discordant: int, alpha: float = 0.05, power: fl
 
 def _mcnemar_power(n: int, share: float, effect: float, alpha: float) -> float:
     """P(the exact test rejects), over the discordant count and then over how many of them are won."""
-    from scipy import special
-
+    special = functions()
     spread = 8 * (n * share * (1 - share)) ** 0.5 + 10
     counts = np.arange(max(0, int(n * share - spread)), min(n, int(n * share + spread)) + 1)
     chance = _binomial(n, counts, share)
@@ -75,8 +79,7 @@ def _mcnemar_power(n: int, share: float, effect: float, alpha: float) -> float:
 
 def _critical(counts: np.ndarray, alpha: float) -> np.ndarray:
     """The most wins (or losses) of so many discordant at which the two-sided test still rejects; −1 where none is."""
-    from scipy import special
-
+    special = functions()
     # The normal quantile is within two of it; the exact tail decides.
     guess = np.floor(counts / 2 + special.ndtri(alpha / 2) * np.sqrt(counts) / 2).astype(np.int64)
     best = np.full(len(counts), -1)
@@ -87,8 +90,7 @@ def _critical(counts: np.ndarray, alpha: float) -> np.ndarray:
 
 
 def _binomial(n: int, counts: np.ndarray, share: float) -> np.ndarray:
-    from scipy import special
-
+    special = functions()
     ways = special.gammaln(n + 1) - special.gammaln(counts + 1) - special.gammaln(n - counts + 1)
     return np.exp(ways + special.xlogy(counts, share) + special.xlog1py(n - counts, -share))
 

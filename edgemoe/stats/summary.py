@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgemoe.stats.difference import Difference, clustered_difference, paired_difference
+from edgemoe.stats.distributions import functions
 from edgemoe.stats.permutation import sign_flip
 from edgemoe.stats.vectors import Groups, Numbers, differences
 
@@ -35,8 +36,7 @@ def mean_over_tasks(tasks: Sequence[Difference], level: float = 0.95) -> MeanOve
     hundreds of questions, as in the paper, and wider where they have few. The tasks are fixed: it says nothing of tasks
     that were not run. Raises ValueError without tasks.
     """
-    from scipy import special
-
+    special = functions()
     if not tasks:
         raise ValueError("expected at least one task")
     mean = float(np.mean([task.mean for task in tasks]))
