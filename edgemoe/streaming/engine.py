@@ -53,9 +53,9 @@ class StreamingEngine(Speaker):
     without it the warm set is experts 0 … C − 1, the scale is a running mean and there is no prior. A warm expert is
     read when it is first used. chunk: tokens of a prompt that are decoded at once; it changes what steered policies
     decide. readers: reads in flight. verify_reads: read each slice twice and compare. record: keep each decision
-    (`records`), in memory; observer: tell it of each instead. n_gpu_layers: of so many layers all but the experts goes to
-    a GPU. read_delay (seconds): slow reads down, unevenly, as tests do. `advance` is told of the bytes that
-    loading copies: `edgemoe.streaming.skeleton.dense_bytes` in all.
+    (`records`), in memory; observer: tell it of each instead. n_gpu_layers: of so many layers all but the experts goes
+    to a GPU. read_delay (seconds): slow reads down, unevenly, as tests do. `advance` is told of the bytes that loading
+    copies: `edgemoe.streaming.skeleton.dense_bytes` in all.
 
     With an exact policy the logits are bit-identical to `ResidentEngine(…, repack=False, all_rows=True)` of the same
     ubatch size and threads. Raises `UserError` for a model that is no mixture of experts or whose graph is not as
