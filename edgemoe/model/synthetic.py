@@ -140,6 +140,11 @@ def write_synthetic(
     return names
 
 
+def tensor_bytes(arch: str = "olmoe", **fields: Any) -> int:
+    """Bytes of tensor data that `write_synthetic` would write for this shape."""
+    return sum(tensor.nbytes for tensor in _tensors(Synthetic(arch=arch, **fields)))
+
+
 def _write(writer: Any, tensors: list[SyntheticTensor], seed: int, hole: bool, advance: Advance) -> None:
     for tensor in tensors:
         writer.add_tensor_info(tensor.name, tensor.ne[::-1], np.dtype(np.float32), tensor.nbytes, tensor.type)
