@@ -126,14 +126,14 @@ def _table(names: Sequence[str], rows: Sequence[Row], overall: Sequence[Overall]
     for at, row in enumerate(rows):
         style = "bold" if row.verdict == "significant" else None
         filled.add_row(*(CELLS[name](row) for name in names), style=style, end_section=at == len(rows) - 1)
-    for row in overall:
+    for mean in overall:
         cells = {
             "task": "mean over tasks",
-            "n": f"{row.n:,}",
-            "reference": _level(row.reference_mean, rows[0].binary),
-            "run": _level(row.mean, rows[0].binary),
-            "difference": _between(row.difference.mean, row.difference.half_width, rows[0].binary),
-            "detectable": _size(row.detectable, rows[0].binary),
+            "n": f"{mean.n:,}",
+            "reference": _level(mean.reference_mean, mean.binary),
+            "run": _level(mean.mean, mean.binary),
+            "difference": _between(mean.difference.mean, mean.difference.half_width, mean.binary),
+            "detectable": _size(mean.detectable, mean.binary),
         }
         filled.add_row(*(cells.get(name, "–") for name in names))
     return filled

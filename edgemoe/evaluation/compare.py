@@ -60,6 +60,7 @@ class Overall:
     mean: float
     reference_mean: float
     difference: MeanOverTasks
+    binary: bool
     detectable: float | None
     """The smallest true mean difference whose interval at 1 − α would exclude 0 with 80% probability."""
 
@@ -204,8 +205,15 @@ def _mean_of(run: str, rows: Sequence[Row], alpha: float) -> Overall:
     from edgemoe.stats import mean_over_tasks, smallest_difference
 
     found = mean_over_tasks([row.difference for row in rows])
-    means = (math.fsum(getattr(row, name) for row in rows) / len(rows) for name in ("mean", "reference_mean"))
-    return Overall(run, sum(row.n for row in rows), *means, found, smallest_difference(found.se, found.df, alpha))
+    return Overall(
+        run,
+        n=sum(row.n for row in rows),
+        mean=math.fsum(row.mean for row in rows) / len(rows),
+        reference_mean=math.fsum(row.reference_mean for row in rows) / len(rows),
+        difference=found,
+        binary=rows[0].binary,
+        detectable=smallest_difference(found.se, found.df, alpha),
+    )
 
 
 def _family(tasks: int, runs: int) -> str:

@@ -145,9 +145,9 @@ class Item:
         for name, text in (("task", self.task), ("id", self.id)):
             if not isinstance(text, str) or not text:
                 raise ValueError(f"{name} {text!r} of an item is not a text")
-        for name, text in (("group", self.group), ("output", self.output)):
-            if text is not None and not isinstance(text, str):
-                raise ValueError(f"{name} {text!r} of item {self.id} is not a text")
+        for name, more in (("group", self.group), ("output", self.output)):
+            if more is not None and not isinstance(more, str):
+                raise ValueError(f"{name} {more!r} of item {self.id} is not a text")
         if not self.metrics:
             raise ValueError(f"item {self.id} of {self.task} has no metrics")
         plain = {name: _number(value, f"{name} of item {self.id}") for name, value in self.metrics.items()}
