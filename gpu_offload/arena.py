@@ -1,0 +1,71 @@
+"""Where every routed expert lies in host memory: one piece, contiguous per expert, page-locked where a GPU reads it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from edgemoe.errors import UserError
+from edgemoe.gpu_offload.shape import Shape
+from edgemoe.units import format_bytes
+
+_PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+
+
+@dataclass(frozen=True)
+class ExpertViews:
+    """The matrices of one expert, or of many along leading axes: views, nothing is copied."""
+
+    gate: torch.Tensor  # [..., f, d]
+    up: torch.Tensor  # [..., f, d]
+    down: torch.Tensor  # [..., d, f]
+
+
+def expert_views(raw: torch.Tensor, shape: Shape, dtype: torch.dtype) -> ExpertViews:
+    """`raw` [..., bytes_per_expert] uint8, as the arena and slots hold it: gate, up, down, one after the other."""
+    values = raw.view(dtype)
+    part = shape.d_expert * shape.d_model
+    gate, up, down = (values[..., i * part : (i + 1) * part] for i in range(3))
+    narrow = (shape.d_expert, shape.d_model)
+    return ExpertViews(gate.unflatten(-1, narrow), up.unflatten(-1, narrow), down.unflatten(-1, narrow[::-1]))
+
+
+class Arena:
+    """`bytes` [L, E, bytes_per_expert] uint8.
+
+    Page-locking registers memory that exists: torch's own pinned allocator would round 13 GB up to 16. Raises
+    `UserError` where the memory, or its page-locking, is refused.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, *, pinned: bool) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.expert_bytes = shape.expert_values * dtype.itemsize
+        size = (shape.n_layers, shape.n_experts, self.expert_bytes)
+        self.pinned = False
+        try:
+            self.bytes = torch.empty(size, dtype=torch.uint8)
+        except RuntimeError:
+            raise UserError(
+                f"{format_bytes(shape.n_layers * shape.n_experts * self.expert_bytes)} of RAM for the experts are "
+                "refused: close other programs, or take a machine with more"
+            ) from None
+        if pinned:
+            self._lock()
+
+    def _lock(self) -> None:
+        cuda = torch.cuda.cudart()
+        status = cuda.cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, _PORTABLE_AND_MAPPED)
+        if int(status) != 0:
+            raise UserError(
+                f"{format_bytes(self.bytes.nbytes)} of RAM cannot be page-locked for the GPU (cudaHostRegister: "
+                f"{int(status)}): raise `ulimit -l`, free RAM, or use --device cpu"
+            )
+        self.pinned = True
+
+    def expert(self, layer: int, expert: int) -> ExpertViews:
+        return expert_views(self.bytes[layer, expert], self.shape, self.dtype)
+
+    def close(self) -> None:
+        """Unlock; may be called again. The memory goes with the object."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+            self.pinned = False

@@ -1,0 +1,261 @@
+"""The executor on the CPU: plain torch, one operation after the other, for tests and for watching PSR without a GPU.
+
+Weights and KV cache are stored in the model's type (bfloat16 or float32); all arithmetic is float32. "Device" is the
+same RAM here, so copies are memory to memory and always in time: what an executor on a GPU must decide and move, it
+decides and moves too.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from edgemoe.errors import UserError
+from edgemoe.generation.options import Options
+from edgemoe.gpu_offload.arena import ExpertViews
+from edgemoe.gpu_offload.choice import next_token
+from edgemoe.gpu_offload.decisions import Decisions
+from edgemoe.gpu_offload.executor import Counters, Snapshot, kept_in_place
+from edgemoe.gpu_offload.slots import Slots
+from edgemoe.gpu_offload.weights import Weights
+
+_BLOCK = 1 << 20  # weights that are widened to float32 at once: they stay in a core's cache
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, in] float32 · weight [out, in] in any type, transposed → [T, out] float32."""
+    if weight.dtype == torch.float32:
+        return F.linear(x, weight)
+    rows = max(1, _BLOCK // weight.shape[1])
+    return torch.cat([F.linear(x, block.float()) for block in weight.split(rows)], dim=1)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rotations(n_ctx: int, d_head: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [n_ctx, d_head] float32 of NEOX rotation: angles of the first half, and again."""
+    half = d_head // 2
+    frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.outer(torch.arange(n_ctx, dtype=torch.float64), frequencies).repeat(1, 2)
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [..., T, d_head]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class CpuExecutor:
+    """An `edgemoe.gpu_offload.executor.Executor`."""
+
+    name = "cpu"
+
+    def __init__(self, weights: Weights, decisions: Decisions, *, n_ctx: int) -> None:
+        self.weights, self.decisions, self.counters = weights, decisions, Counters()
+        shape, self._state = weights.shape, decisions.cache.state
+        self.slots = Slots(weights.arena, int(self._state.capacity), torch.device("cpu"))
+        size = (shape.n_layers, shape.n_kv_heads, n_ctx, shape.d_head)
+        self._keys, self._values = (torch.zeros(size, dtype=weights.dtype) for _ in range(2))
+        self._cos, self._sin = rotations(n_ctx, shape.d_head, shape.rope_theta)
+        self.reset()
+
+    @torch.inference_mode()
+    def step(self, tokens: np.ndarray, position: int, *, all_rows: bool = False) -> np.ndarray:
+        self.decisions.begin(tokens)
+        x = self.weights.embedding[torch.from_numpy(np.asarray(tokens, np.int64))].float()
+        x = self._decode(x, position) if len(tokens) == 1 else self._chunk(x, position)
+        last = x if all_rows else x[-1:]
+        logits = product(rms_norm(last, self.weights.norm, self.weights.shape.norm_eps), self.weights.output).numpy()
+        return logits if all_rows else logits[0]
+
+    def _decode(self, x: torch.Tensor, position: int) -> torch.Tensor:
+        """One token: part 2 of a layer, part 1 of the next, then the experts."""
+        n_layers = self.weights.shape.n_layers
+        prefetched = self._part1(0, None)
+        for layer in range(n_layers):
+            x = x + self._attention(layer, x, position)
+            h = self._moe_input(layer, x)
+            scores, pregate = self._scores(layer, h)
+            with self._timed("policy_s"):
+                demand = self.decisions.part2(layer, scores[0].numpy())
+            executed = [e for e in self.decisions.executed[layer, 0].tolist() if e >= 0]
+            self._count(len(executed), len(demand), prefetched, executed)
+            with self._timed("wait_s"):
+                for expert, slot in demand:
+                    self.slots.copy(layer, expert, slot)
+            prefetched = self._part1(layer + 1, pregate) if layer + 1 < n_layers else []
+            mix = self._mix(scores, np.array([executed]))
+            outputs = [self._expert(h, self.slots.views(layer, int(self._state.slot_of[layer, e]))) for e in executed]
+            x = x + (torch.stack(outputs, 1) * mix).sum(1)
+        return x
+
+    def _part1(self, layer: int, pregate: torch.Tensor | None) -> list[int]:
+        """Decide and bring what is predicted for a layer; the experts."""
+        with self._timed("policy_s"):
+            copies = self.decisions.part1(layer, None if pregate is None else pregate[0].numpy())
+        for expert, slot in copies:
+            self.slots.copy(layer, expert, slot)
+        return [expert for expert, _ in copies]
+
+    def _count(self, loads: int, misses: int, prefetched: list[int], executed: list[int]) -> None:
+        c = self.counters
+        used = len(set(prefetched) & set(executed))
+        c.loads, c.misses, c.demand = c.loads + loads, c.misses + misses, c.demand + misses
+        c.prefetch, c.in_time = c.prefetch + len(prefetched), c.in_time + used
+        c.unused += len(prefetched) - used
+
+    def _chunk(self, x: torch.Tensor, position: int) -> torch.Tensor:
+        """Several tokens, layer by layer."""
+        before: torch.Tensor | None = None
+        for layer in range(self.weights.shape.n_layers):
+            x = x + self._attention(layer, x, position)
+            h = self._moe_input(layer, x)
+            scores, following = self._scores(layer, h)
+            with self._timed("policy_s"):
+                executed = self.decisions.chunk(
+                    layer, scores.numpy(), None if before is None else before.contiguous().numpy()
+                )
+            before = following
+            x = x + self._union(layer, h, scores, executed)
+        return x
+
+    def _union(self, layer: int, h: torch.Tensor, scores: torch.Tensor, executed: np.ndarray) -> torch.Tensor:
+        """The experts of a chunk, each brought once: first those in slots, then each of the others in the slot that it
+        ends in, or in staging. No slot is overwritten before its expert has run. [T, d]."""
+        slot_of, c = self._state.slot_of[layer], self.counters
+        count, k = executed.shape
+        c.loads += int((executed >= 0).sum())
+        c.misses += int(self.decisions.counts[layer, :count, 1].sum())
+        held = {int(expert): slot for slot, expert in enumerate(self.slots.held[layer]) if expert >= 0}
+        union = [e for e in np.unique(executed).tolist() if e >= 0]
+        outputs = torch.zeros((count, k, h.shape[1]))
+        for e in [e for e in union if e in held]:
+            self._rows(h, e, executed, self.slots.views(layer, held[e]), outputs)
+        for e in [e for e in union if e not in held]:
+            c.demand += 1
+            with self._timed("wait_s"):
+                if slot_of[e] >= 0:
+                    self.slots.copy(layer, e, int(slot_of[e]))
+                    views = self.slots.views(layer, int(slot_of[e]))
+                else:
+                    views = self.slots.stage(layer, e)
+            self._rows(h, e, executed, views, outputs)
+        for e in self.slots.settle(layer, slot_of):
+            # Evicted and brought back into another slot, or predicted and not executed.
+            if e in union:
+                c.demand += 1
+            else:
+                c.prefetch, c.unused = c.prefetch + 1, c.unused + 1
+        # Summed in each token's own order: the bits do not depend on what was resident.
+        return (outputs * self._mix(scores, executed)).sum(1)
+
+    def _rows(
+        self, h: torch.Tensor, expert: int, executed: np.ndarray, views: ExpertViews, outputs: torch.Tensor
+    ) -> None:
+        rows, places = (torch.from_numpy(found) for found in np.nonzero(executed == expert))
+        outputs[rows, places] = self._expert(h[rows], views)
+
+    def _expert(self, h: torch.Tensor, views: ExpertViews) -> torch.Tensor:
+        return product(F.silu(product(h, views.gate)) * product(h, views.up), views.down)
+
+    def _mix(self, scores: torch.Tensor, executed: np.ndarray) -> torch.Tensor:
+        """Mixing weights [T, k, 1] of the executed experts, from the unmodified router; zero for elided gates."""
+        there = torch.from_numpy(executed >= 0)
+        chosen = torch.from_numpy(np.maximum(executed, 0).astype(np.int64))
+        weights = scores.softmax(-1).gather(1, chosen) * there
+        if self.weights.shape.norm_topk:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.unsqueeze(-1)
+
+    def _moe_input(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weights.layers[layer].ffn_norm, self.weights.shape.norm_eps)
+
+    def _scores(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The router's scores [T, E] and the next layer's pre-gate (PSR §2: its router on this layer's MoE input)."""
+        n_experts = self.weights.shape.n_experts
+        both = F.linear(h, self.weights.routers[layer : layer + 2].flatten(0, 1))
+        if not bool(torch.isfinite(both).all()):
+            raise UserError(f"the scores of layer {layer} are not finite: is the model file damaged?")
+        scores = both[:, :n_experts].contiguous()
+        return scores, both[:, n_experts:] if both.shape[1] > n_experts else None
+
+    def _attention(self, layer: int, x: torch.Tensor, position: int) -> torch.Tensor:
+        """Causal attention of T tokens from `position` on, their keys and values appended: [T, d]."""
+        w, shape, count = self.weights.layers[layer], self.weights.shape, len(x)
+        end = position + count
+        qkv = product(rms_norm(x, w.attn_norm, shape.norm_eps), w.qkv)
+        q, k, v = qkv.split([shape.d_query, shape.d_kv, shape.d_kv], dim=-1)
+        q, k = rms_norm(q, w.q_norm, shape.norm_eps), rms_norm(k, w.k_norm, shape.norm_eps)
+        if shape.clip_qkv is not None:
+            q, k, v = (y.clamp(-shape.clip_qkv, shape.clip_qkv) for y in (q, k, v))
+        q, k, v = (y.unflatten(-1, (-1, shape.d_head)).transpose(0, 1) for y in (q, k, v))
+        cos, sin = self._cos[position:end], self._sin[position:end]
+        self._keys[layer, :, position:end] = rotate(k, cos, sin)
+        self._values[layer, :, position:end] = v
+        keys, values = (
+            cache[layer, :, :end].float().repeat_interleave(shape.n_heads // shape.n_kv_heads, 0)
+            for cache in (self._keys, self._values)
+        )
+        mask = None
+        if count > 1:
+            mask = torch.ones(count, end, dtype=torch.bool).tril(position)
+        y = F.scaled_dot_product_attention(rotate(q, cos, sin), keys, values, attn_mask=mask)
+        return product(y.transpose(0, 1).flatten(-2), w.o)
+
+    def extend(self, token: int, position: int, count: int, options: Options, ends: frozenset[int]) -> Sequence[int]:
+        chosen: list[int] = []
+        while len(chosen) < count and not (chosen and chosen[-1] in ends):
+            logits = self.step(np.array([token]), position)
+            token = next_token(logits, options, position)
+            chosen.append(token)
+            position += 1
+        return chosen
+
+    def record(self, count: int) -> dict[str, np.ndarray]:
+        return self.decisions.record(count)
+
+    def reset(self) -> None:
+        state = self._state
+        for layer in range(state.n_layers):
+            state.warm_slot[layer] = kept_in_place(state.warm_slot[layer], self.slots.held[layer])
+        self.decisions.cache.reset()
+        self._settle()
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.decisions.cache.block.copy())
+
+    def restore(self, snapshot: Snapshot) -> None:
+        state = self._state
+        self.decisions.cache.block[:] = snapshot.block
+        for layer in range(state.n_layers):
+            state.slot_of[layer] = kept_in_place(state.slot_of[layer], self.slots.held[layer])
+        self._settle()
+
+    def _settle(self) -> None:
+        with self._timed("reset_s"):
+            for layer in range(self._state.n_layers):
+                self.counters.reset_copies += len(self.slots.settle(layer, self._state.slot_of[layer]))
+
+    def slot_of(self) -> np.ndarray:
+        found: np.ndarray = self._state.slot_of.copy()
+        return found
+
+    def verify(self) -> None:
+        self.slots.verify(self._state.slot_of)
+
+    def close(self) -> None:
+        """Nothing to give back early: the memory goes with the object."""
+
+    @contextmanager
+    def _timed(self, counter: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self.counters, counter, getattr(self.counters, counter) + time.perf_counter() - start)
