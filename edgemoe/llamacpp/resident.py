@@ -183,8 +183,8 @@ class _Interruptible(Session):
         params.abort_callback_data = self._brake.ctypes.data
         return params
 
-    def _fill(self, tokens: np.ndarray, position: int) -> None:
-        super()._fill(tokens, position)
+    def _fill(self, tokens: np.ndarray, *where: np.ndarray) -> None:
+        super()._fill(tokens, *where)
         if not self._all_rows:
             for i in range(len(tokens) - 1):
                 self._batch.logits[i] = 0

@@ -22,6 +22,7 @@ MAX_BATCH = 512  # tokens per llama_decode: bounds the logits of all rows (512 Ã
 MAX_CTX = 1 << 20
 MAX_THREADS = 512  # GGML_MAX_N_THREADS: ggml's thread pool does not look
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
+MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 _LOG_ERROR, _LOG_CONTINUES = 4, 5
 _complaints: deque[str] = deque(maxlen=64)
 
@@ -110,7 +111,7 @@ def _last_complaint() -> str:
 
 
 class Session:
-    """One model and one context of `n_ctx` tokens; a context manager.
+    """One model and one context of `n_ctx` tokens, which `n_sequences` share; a context manager.
 
     Every row's logits are requested, because llama.cpp computes the last layer only for such rows. Raises `UserError`
     where the model does not load or the context does not fit, with llama.cpp's own first complaint.
@@ -123,6 +124,7 @@ class Session:
         n_ctx: int = 512,
         n_batch: int = MAX_BATCH,
         n_ubatch: int | None = None,
+        n_sequences: int = 1,
         n_gpu_layers: int = 0,
         n_threads: int | None = None,
         hub: Hub | None = None,
@@ -132,6 +134,7 @@ class Session:
         self.path, self.hub = Path(path), hub
         self.n_ctx, self.n_batch = n_ctx, min(n_batch, n_ctx, MAX_BATCH)
         self.n_ubatch = min(n_ubatch or self.n_batch, self.n_batch)
+        self.n_sequences = n_sequences
         self.n_threads = n_threads or min(default_threads(), MAX_THREADS)
         self._model: Any = None
         self._context: Any = None
@@ -180,6 +183,9 @@ class Session:
         params = self._lib.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = self.n_ctx, self.n_batch, self.n_ubatch
         params.n_threads = params.n_threads_batch = self.n_threads
+        params.n_seq_max = self.n_sequences
+        # One cache for all: with one per sequence, llama.cpp splits a batch whose sequences are not neighbours.
+        params.kv_unified = self.n_sequences > 1
         params.no_perf = True
         if self.hub is not None:
             params.cb_eval = self._lib.ggml_backend_sched_eval_callback(self.hub.callback)
@@ -215,14 +221,27 @@ class Session:
             raise UserError(f"{self.path}: its tokenizer fails on a text of {len(text)} bytes ({_last_complaint()})")
         return tokens[:count].copy()
 
-    def decode(self, tokens: Sequence[int] | np.ndarray, position: int = 0) -> None:
+    def decode(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        position: int = 0,
+        *,
+        positions: np.ndarray | None = None,
+        sequences: np.ndarray | None = None,
+    ) -> None:
         """Run at most `n_batch` tokens from `position` on, in ubatches of `n_ubatch` (one graph each).
+
+        For several sequences, `positions` [T] and `sequences` [T] say where each token goes.
 
         The work is done on another thread, so that Ctrl-C arrives: it stops the graph at its next node, and is raised
         here after llama.cpp returned. The memory of those tokens is then void: `clear` before going on.
         """
-        assert 0 < len(tokens) <= self.n_batch and position + len(tokens) <= self.n_ctx
-        self._fill(np.asarray(tokens, np.int32), position)
+        if positions is None:
+            positions = np.arange(position, position + len(tokens))
+        if sequences is None:
+            sequences = np.zeros(len(tokens), np.int32)
+        assert 0 < len(tokens) <= self.n_batch and positions.max() < self.n_ctx
+        self._fill(np.asarray(tokens, np.int32), positions, sequences)
         status = self._call(self._lib.llama_decode, self._context, self._batch)
         if status != 0:
             raise UserError(f"{self.path}: llama.cpp fails to decode (status {status}: {_last_complaint()})")
@@ -247,14 +266,14 @@ class Session:
         if self._running is not None:
             self._running.give_up()
 
-    def _fill(self, tokens: np.ndarray, position: int) -> None:
+    def _fill(self, tokens: np.ndarray, positions: np.ndarray, sequences: np.ndarray) -> None:
         batch, count = self._batch, len(tokens)
         batch.n_tokens = count
         for i in range(count):
             batch.token[i] = tokens[i]
-            batch.pos[i] = position + i
+            batch.pos[i] = positions[i]
             batch.n_seq_id[i] = 1
-            batch.seq_id[i][0] = 0
+            batch.seq_id[i][0] = sequences[i]
             batch.logits[i] = 1
 
     def logits(self, count: int) -> np.ndarray:
@@ -264,15 +283,19 @@ class Session:
 
     def last_logits(self) -> np.ndarray:
         """The logits after the last decoded token, [n_vocab] float32 (a copy)."""
-        pointer = self._lib.llama_get_logits_ith(self._context, -1)
+        return self.row_logits(-1)
+
+    def row_logits(self, row: int) -> np.ndarray:
+        """The logits of one row of the last decode, âˆ’1 for the last, [n_vocab] float32 (a copy)."""
+        pointer = self._lib.llama_get_logits_ith(self._context, row)
         return np.ctypeslib.as_array(pointer, (self.n_vocab,)).copy()
 
-    def forget(self, position: int) -> int:
-        """Drop the tokens from `position` on; the new position, which is 0 where only everything can be dropped."""
+    def forget(self, position: int, sequence: int = 0) -> int:
+        """Drop a sequence's tokens from `position` on; the new position: 0 where only all of it can be dropped."""
         memory = self._lib.llama_get_memory(self._context)
-        if self._lib.llama_memory_seq_rm(memory, 0, position, -1):
+        if self._lib.llama_memory_seq_rm(memory, sequence, position, -1):
             return position
-        self.clear()
+        self._lib.llama_memory_seq_rm(memory, sequence, -1, -1)
         return 0
 
     def clear(self) -> None:

@@ -61,16 +61,21 @@ class Decider(Hub):
     def plan(
         self,
         routers: Sequence[Router],
-        cache: LogicalCache,
+        caches: Sequence[LogicalCache],
         store: ExpertStore,
         rows: int,
         *,
+        keep: int,
+        at_once: int,
         has_prior: bool = False,
         record: bool = False,
     ) -> None:
-        """Decide with `cache` and read with `store` from now on, at most `rows` tokens per decode."""
-        policy, n_layers, n_experts = cache.policy, len(routers), self.model.geometry.n_experts
-        self._store, self._cache, self._top_k = store, cache, max(router.top_k for router in routers)
+        """Decide with a stream's own cache and read with `store` from now on, at most `rows` tokens per decode.
+
+        The store keeps `keep` experts per layer, and has up to `at_once` of a layer while that runs.
+        """
+        policy, n_layers, n_experts = caches[0].policy, len(routers), self.model.geometry.n_experts
+        self._store, self._caches, self._top_k = store, caches, max(router.top_k for router in routers)
         self._layers = [router.layer for router in routers]
         self._rows = np.zeros((n_layers, w.ROW_WORDS), np.int64)
         self._weights: list[np.ndarray] = []
@@ -95,12 +100,16 @@ class Decider(Hub):
         self._executed = np.zeros((n_layers, recorded, self._top_k), np.int32)
         self._counts = np.zeros((n_layers, recorded, 2), np.int32)
         self._copies = np.zeros((n_layers, recorded, 2, n_experts), np.int32)
-        self._needed = np.zeros(n_experts, np.uint8)
+        self._needed, self._wanted = np.zeros((2, n_experts), np.uint8)
         self._asked = np.zeros((n_layers, n_experts), np.uint8)
         self._prepared = np.zeros(n_layers, np.int64)
+        self._used, self._held = np.zeros((n_layers, n_experts), np.int64), np.zeros(n_experts, np.int64)
+        self._blocks = np.array([cache.block.ctypes.data for cache in caches], np.int64)
+        self._row_stream, self.live = np.zeros(rows, np.int64), np.zeros(len(caches), np.int64)
         ctl = self.ctl
-        ctl[w.STORE], ctl[w.BLOCK] = store.ctl.ctypes.data, cache.block.ctypes.data
-        ctl[[w.LAYERS, w.EXPERTS, w.CAPACITY]] = n_layers, n_experts, rows
+        ctl[w.STORE] = store.ctl.ctypes.data
+        ctl[[w.LAYERS, w.EXPERTS, w.CAPACITY, w.STREAMS]] = n_layers, n_experts, rows, len(caches)
+        ctl[[w.KEEP, w.LIMIT]] = keep, at_once
         ctl[w.MODE] = w.SELECT if policy.needs_scores else w.OBSERVE
         for word, array in (
             (w.PRIOR, self.prior),
@@ -110,6 +119,12 @@ class Decider(Hub):
             (w.PREGATE_OUT, self._pregates),
             (w.ROWS, self._rows),
             (w.NEEDED, self._needed),
+            (w.WANTED, self._wanted),
+            (w.BLOCKS, self._blocks),
+            (w.ROW_STREAM, self._row_stream),
+            (w.LIVE, self.live),
+            (w.USED, self._used),
+            (w.HELD, self._held),
             (w.ASKED, self._asked),
             (w.PREPARED, self._prepared),
         ):
@@ -130,10 +145,14 @@ class Decider(Hub):
         if gate.groups:
             row[[w.GROUPS, w.GROUPS_USED, w.OF_SOFTMAX]] = gate.groups.count, gate.groups.used, gate.groups.of_softmax
 
-    def begin(self, tokens: int) -> None:
-        """Before a decode of so many tokens. What an earlier one prepared is void, and what it asked for counts no
-        more: its cache was restored."""
-        self.ctl[w.TOKENS], self.ctl[w.COMPLAINT] = tokens, 0
+    def begin(self, streams: np.ndarray) -> None:
+        """Before a decode whose rows belong to `streams` [T], each one's in order. What an earlier one prepared is
+        void, and what it asked for counts no more: its cache was restored."""
+        ctl, tokens = self.ctl, len(streams)
+        ctl[w.TOKENS], ctl[w.COMPLAINT] = tokens, 0
+        ctl[w.SINGLE] = len(set(streams.tolist())) == tokens
+        ctl[w.CLOCK] += 1
+        self._row_stream[:tokens] = streams
         self._prepared[:] = 0
 
     def forget_asked(self) -> None:
@@ -153,18 +172,18 @@ class Decider(Hub):
         """Whether the callback stopped the last decode."""
         return bool(self.ctl[w.COMPLAINT])
 
-    def record(self, tokens: int) -> dict[str, np.ndarray]:
-        """What the last decode decided, from: executed [L, T, k], counts [L, T, 2] and copies [L, T, 2, E] of parts 1
-        and 2, and scores and pregate [L, T, E] where the policy has them (copies)."""
+    def record(self, rows: slice) -> dict[str, np.ndarray]:
+        """What the last decode decided for these rows, from: executed [L, T, k], counts [L, T, 2] and copies
+        [L, T, 2, E] of parts 1 and 2, and scores and pregate [L, T, E] where the policy has them (copies)."""
         out = {
-            "executed": self._executed[:, :tokens].copy(),
-            "counts": self._counts[:, :tokens].copy(),
-            "copies": self._copies[:, :tokens].copy(),
+            "executed": self._executed[:, rows].copy(),
+            "counts": self._counts[:, rows].copy(),
+            "copies": self._copies[:, rows].copy(),
         }
         if (self._rows[:, w.SCORES_TAP] >= 0).all():
-            out["scores"] = np.stack([self.rows(int(tap))[:tokens] for tap in self._rows[:, w.SCORES_TAP]])
+            out["scores"] = np.stack([self.rows(int(tap))[rows] for tap in self._rows[:, w.SCORES_TAP]])
         if self._pregates.size:
-            out["pregate"] = self._pregates[:, :tokens].copy()
+            out["pregate"] = self._pregates[:, rows].copy()
         return out
 
     @property

@@ -25,17 +25,18 @@ from edgemoe.llamacpp.header import header_fingerprint
 from edgemoe.llamacpp.layout import Tensor as GraphTensor
 from edgemoe.llamacpp.reserve import SkeletonSession
 from edgemoe.llamacpp.resident import DEFAULT_CTX, KV_TYPES
-from edgemoe.llamacpp.session import check_gpu, default_threads
+from edgemoe.llamacpp.session import MAX_SEQUENCES, check_gpu, default_threads
 from edgemoe.llamacpp.vocabulary import Speaker, Vocabulary
 from edgemoe.model import Model, read_model
 from edgemoe.policy import LogicalCache, Policy
 from edgemoe.progress import Advance, no_progress
 from edgemoe.streaming import words as w
-from edgemoe.streaming.budget import Budget, budget, fixed_bytes
+from edgemoe.streaming.budget import Budget, budget_of_streams
 from edgemoe.streaming.decider import Decider
 from edgemoe.streaming.memory import held_bytes
 from edgemoe.streaming.skeleton import Skeleton, is_streamed
 from edgemoe.streaming.store import DEFAULT_READERS, ExpertStore
+from edgemoe.streaming.stream import Stream
 from edgemoe.units import Residency
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class StreamingEngine(Speaker):
         observer: Observer | None = None,
         n_gpu_layers: int = 0,
         read_delay: float = 0,
+        streams: int = 1,
         advance: Advance = no_progress,
     ) -> None:
         if sys.platform != "linux":
@@ -92,6 +94,8 @@ class StreamingEngine(Speaker):
         check_gpu(n_gpu_layers)
         if not 1 <= chunk <= 512:
             raise UserError(f"a chunk of {chunk} tokens: expected 1 to 512")
+        if not 1 <= streams <= MAX_SEQUENCES:
+            raise UserError(f"{streams} streams: expected 1 to {MAX_SEQUENCES}")
         self.model = model = _streamable(read_model(path))
         geometry = model.geometry
         n_ctx = n_ctx or min(DEFAULT_CTX, geometry.n_ctx or DEFAULT_CTX)
@@ -100,25 +104,32 @@ class StreamingEngine(Speaker):
         self._calibration, self._kv_type = calibration, kv_type
         self.policy = policy = _completed(policy or Policy(), calibration)
         self._record, self._observer, self._n_gpu_layers = record, observer, n_gpu_layers
-        self.records: list[dict[str, np.ndarray]] = []
-        self._position = self._tokens = 0
-        self._seconds = 0.0
+        self._tokens, self._seconds = 0, 0.0
+        self._streams: list[Stream] = []
         self._session: SkeletonSession | None = None
         self._store = ExpertStore(model, readers=readers, verify=verify_reads, delay=read_delay)
         try:
             sizes = [self._store.bytes_of(row) for row in range(geometry.n_moe_layers)]
-            fixed = fixed_bytes(model, policy, n_ctx=n_ctx, chunk=chunk, kv_type=kv_type)
             slots = residency.slots(geometry.n_experts, sum(sizes)) if residency else None
-            self.budget: Budget = budget(
-                model, policy, fixed=fixed, expert_bytes=sizes, chunk=chunk, ram=ram, slots=slots
+            self.budget: Budget = budget_of_streams(
+                model,
+                policy,
+                streams,
+                n_ctx=n_ctx,
+                kv_type=kv_type,
+                expert_bytes=sizes,
+                chunk=chunk,
+                ram=ram,
+                slots=slots,
             )
             policy.check(geometry.n_experts, geometry.top_k, self.budget.slots)
-            self._load(n_ctx, kv_type, advance)
+            self._load(n_ctx, kv_type, streams, advance)
         except BaseException:
             self.close()
             raise
 
-    def _load(self, n_ctx: int, kv_type: str, advance: Advance) -> None:
+    def _load(self, n_ctx: int, kv_type: str, streams: int, advance: Advance) -> None:
+        rows = max(self.chunk, streams)
         self._decider = self.decider_type(self.model)
         with Skeleton(self.model, advance) as skeleton:
             self._session = SkeletonSession(
@@ -126,9 +137,10 @@ class StreamingEngine(Speaker):
                 skeleton.paths,
                 kv_type=KV_TYPES[kv_type],
                 hub=self._decider,
-                n_ctx=n_ctx,
-                n_batch=self.chunk,
-                n_ubatch=self.chunk,
+                n_ctx=n_ctx * streams,
+                n_batch=rows,
+                n_ubatch=rows,
+                n_sequences=streams,
                 n_threads=self.n_threads,
                 n_gpu_layers=self._n_gpu_layers,
             )
@@ -136,17 +148,29 @@ class StreamingEngine(Speaker):
         routers = self._survey()
         self._decider.check(routers, self.policy)
         known = self._calibration
-        self._cache = LogicalCache(
-            self.policy,
-            n_layers=len(routers),
-            n_experts=self.model.geometry.n_experts,
-            top_k=[router.top_k for router in routers],
-            capacity=self.budget.slots,
-            delta=known.delta if known else None,
-            warm=known.warm if known else None,
-        )
+        for number in range(streams):
+            cache = LogicalCache(
+                self.policy,
+                n_layers=len(routers),
+                n_experts=self.model.geometry.n_experts,
+                top_k=[router.top_k for router in routers],
+                capacity=self.budget.slots,
+                delta=known.delta if known else None,
+                warm=known.warm if known else None,
+            )
+            self._streams.append(Stream(number, cache))
         prior = known is not None and (self.policy.eviction == "score" or self.policy.prefetch == "token-prior")
-        self._decider.plan(routers, self._cache, self._store, self.chunk, has_prior=prior, record=self._recorded)
+        self._decider.plan(
+            routers,
+            [stream.cache for stream in self._streams],
+            self._store,
+            rows,
+            keep=self.budget.slots,
+            at_once=self.budget.at_once,
+            has_prior=prior,
+            record=self._recorded,
+        )
+        self._decider.live[0] = True
 
     @property
     def _recorded(self) -> bool:
@@ -182,12 +206,18 @@ class StreamingEngine(Speaker):
 
     @property
     def n_ctx(self) -> int:
+        """The most tokens that one stream can have."""
         assert self._session is not None
-        return self._session.n_ctx
+        return self._session.n_ctx // len(self._streams)
 
     @property
     def position(self) -> int:
-        return self._position
+        return self._streams[0].position
+
+    @property
+    def records(self) -> list[dict[str, np.ndarray]]:
+        """What was decided, decode by decode (`Decider.record`), with `record=True`."""
+        return self._streams[0].records
 
     @property
     def capacity(self) -> int:
@@ -214,6 +244,7 @@ class StreamingEngine(Speaker):
             "chunk": self.chunk,
             "threads": self.n_threads,
             "context": self.n_ctx,
+            "streams": len(self._streams),
             "gpu_layers": self._n_gpu_layers,
             "kv": self._kv_type,
             "calibration": self._calibration.digest if self._calibration else "",
@@ -221,63 +252,80 @@ class StreamingEngine(Speaker):
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
 
     def prefill(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        return self._read(self._streams[0], tokens)
+
+    def _read(self, stream: Stream, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Append tokens to a stream, chunk by chunk; the logits after the last one, [V]."""
         count = len(tokens)
-        if self._position + count > self.n_ctx:
-            held = f" after {self._position:,}" if self._position else ""
+        if stream.position + count > self.n_ctx:
+            held = f" after {stream.position:,}" if stream.position else ""
             raise UserError(f"{count:,} tokens{held} do not fit into a context of {self.n_ctx:,}: give a larger one")
+        for at in range(0, count, self.chunk):
+            self._advance([(stream, np.asarray(tokens[at : at + self.chunk], np.int32))])
         assert self._session is not None
-        start = time.perf_counter()
-        try:
-            for at in range(0, count, self.chunk):
-                self._advance(np.asarray(tokens[at : at + self.chunk], np.int32))
-            return self._session.last_logits()
-        finally:
-            self._seconds += time.perf_counter() - start
+        return self._session.last_logits()
 
     def decode(self, token: int) -> np.ndarray:
         return self.prefill([token])
 
-    def _advance(self, tokens: np.ndarray) -> None:
-        """Decode a chunk: all of it, or nothing of it happened (but for bytes that were read)."""
-        session, decider, count = self._session, self._decider, len(tokens)
+    def _advance(self, feeds: Sequence[tuple[Stream, np.ndarray]]) -> None:
+        """Decode some tokens of each of these streams, one after the other in one batch: all of it, or nothing of it
+        happened (but for bytes that were read)."""
+        start = time.perf_counter()
+        for stream, _ in feeds:
+            stream.mark()
+        try:
+            self._decode(feeds)
+        except BaseException:
+            self._store.settle()
+            self._decider.forget_asked()
+            for stream, _ in feeds:
+                stream.undo()
+                assert self._session is not None
+                stream.position = self._session.forget(stream.position, stream.number)
+            raise
+        finally:
+            self._seconds += time.perf_counter() - start
+        at = 0
+        for stream, tokens in feeds:
+            rows = slice(at, at + len(tokens))
+            stream.position += len(tokens)
+            at = rows.stop
+            if self._record:
+                stream.records.append({"tokens": tokens.copy(), **self._decider.record(rows)})
+            if self._observer:
+                told = self._decider.record(rows)
+                self._observer.decoded(tokens.copy(), {name: told[name] for name in OBSERVED if name in told})
+        self._tokens += at
+
+    def _decode(self, feeds: Sequence[tuple[Stream, np.ndarray]]) -> None:
+        session, decider = self._session, self._decider
         assert session is not None
         self._store.check_files()
-        before = self._cache.block.copy()
+        tokens = np.concatenate([tokens for _, tokens in feeds])
+        positions = np.concatenate([stream.position + np.arange(len(tokens)) for stream, tokens in feeds])
+        numbers = np.repeat([stream.number for stream, _ in feeds], [len(tokens) for _, tokens in feeds])
         if len(decider.prior):
             assert self._calibration is not None
             for t, token in enumerate(tokens.tolist()):
                 decider.prior[t] = self._calibration.prior_row(token)
-        decider.begin(count)
-        try:
-            with decider.capture():
-                session.decode(tokens, self._position)
-            if decider.failed:
-                raise self._store.settle() or decider.complaint() or UserError("a read was given up: decode again")
-        except BaseException:
-            self._store.settle()
-            self._cache.block[:] = before
-            decider.forget_asked()
-            self._position = session.forget(self._position)
-            raise
-        self._position += count
-        self._tokens += count
-        if self._record:
-            self.records.append({"tokens": tokens.copy(), **decider.record(count)})
-        if self._observer:
-            rows = decider.record(count)
-            self._observer.decoded(tokens.copy(), {name: rows[name] for name in OBSERVED if name in rows})
+        decider.begin(numbers)
+        with decider.capture():
+            session.decode(tokens, positions=positions, sequences=numbers)
+        if decider.failed:
+            raise self._store.settle() or decider.complaint() or UserError("a read was given up: decode again")
 
     def rewind(self, position: int) -> int:
-        assert 0 <= position <= self._position and self._session is not None
-        if position < self._position:
-            self._position = self._session.forget(position)
-        return self._position
+        stream = self._streams[0]
+        assert 0 <= position <= stream.position and self._session is not None
+        if position < stream.position:
+            stream.position = self._session.forget(position)
+        return stream.position
 
     def reset(self) -> None:
         assert self._session is not None
         self._session.clear()
-        self._cache.reset()
-        self._position = 0
+        self._streams[0].start()
         if self._observer:
             self._observer.reset()
 

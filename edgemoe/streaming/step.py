@@ -5,9 +5,10 @@ at the node that holds a layer's choice. llama.cpp executes that layer's experts
 writes into the graph; the others overwrite the chosen ids, and the mixing weights are gathered from the router's own
 probabilities all the same.
 
-A decode of one token prepares the next layer's step (priorities, part 1 of Algorithm 1, prefetch reads) as soon as its
-pre-gate can be formed. A chunk of several tokens goes through both parts for each token in turn, layer by layer, and
-each expert that any of its tokens executes is read once.
+A decode has rows of one or several streams; each row is decided by its stream's logical cache, in order, and each
+expert that any row executes is read once. Where every stream has one row, the next layer's step (priorities, part 1 of
+Algorithm 1, prefetch reads) is prepared as soon as its pre-gate can be formed. Where a stream has several, a chunk of a
+prompt, they go through both parts in turn, layer by layer.
 """
 
 import functools
@@ -21,8 +22,8 @@ from edgemoe.llamacpp.layout import Tensor
 from edgemoe.llamacpp.native import _SRC, _TENSOR_WORDS, _ask, _copy, _find, _pointer, _words
 from edgemoe.policy import algorithm1
 from edgemoe.policy._jit import c_callback
-from edgemoe.policy.state import EXACT, NO_PREFETCH, PRE_GATE, attach
-from edgemoe.streaming import reads
+from edgemoe.policy.state import EXACT, NO_PREFETCH, PRE_GATE
+from edgemoe.streaming import keeping, reads
 from edgemoe.streaming import words as w
 from edgemoe.streaming.jit import SOURCES, kernel
 from edgemoe.streaming.pregate import pregate
@@ -140,24 +141,12 @@ def _decide(ctl, state, c, layer, t, ids):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _trim(ctl, c, layer):  # type: ignore[no-untyped-def]
-    """A chunk executes more experts than the cache holds: give those back once their layer has run."""
-    store, experts = _words(ctl[w.STORE], reads.CTL_WORDS), ctl[w.EXPERTS]
-    state = reads.table(store, reads.STATE)
-    for e in range(experts):
-        if state[layer * experts + e] == reads.PRESENT and c.slot_of[layer, e] < 0:
-            reads.release(store, layer, e)
-
-
-@kernel
-def _mirror(ctl, c, layer, needed, asked):  # type: ignore[no-untyped-def]
-    """Let the store follow: give back what is neither resident nor needed, queue what is needed and not there."""
+def _mirror(ctl, layer, needed, asked):  # type: ignore[no-untyped-def]
+    """Let the store follow: queue what is needed and not there, drop what is queued for nobody."""
     store, experts = _words(ctl[w.STORE], reads.CTL_WORDS), ctl[w.EXPERTS]
     at = reads.table(store, reads.STATE)[layer * experts : (layer + 1) * experts]
     size = _row(ctl, layer)[w.EXPERT_BYTES]
-    for e in range(experts):
-        if at[e] == reads.PRESENT and needed[e] == 0 and c.slot_of[layer, e] < 0:
-            reads.release(store, layer, e)
+    held = keeping.holders(ctl, layer)
     reads.lock(store)
     for e in range(experts):
         if asked[e]:  # prefetched for this step
@@ -174,7 +163,7 @@ def _mirror(ctl, c, layer, needed, asked):  # type: ignore[no-untyped-def]
             reads.put(store, reads.DEMAND, layer, e)
             ctl[w.DEMAND_READS] += 1
             ctl[w.DEMAND_BYTES] += size
-        elif at[e] == reads.QUEUED and needed[e] == 0 and c.slot_of[layer, e] < 0:
+        elif at[e] == reads.QUEUED and needed[e] == 0 and held[e] == 0:
             reads.withdraw(store, layer, e)
             ctl[w.PREFETCH_READS] -= 1
             ctl[w.PREFETCH_BYTES] -= size
@@ -185,24 +174,60 @@ def _mirror(ctl, c, layer, needed, asked):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _prepare(ctl, state, c, layer, asked):  # type: ignore[no-untyped-def]
-    """The next layer's priorities and part 1, one layer early, and its reads behind all that is needed now."""
-    inserted = _begin(ctl, state, c, layer, 0)
-    _words(ctl[w.PREPARED], ctl[w.LAYERS])[layer] = 1
-    if inserted == 0:
-        return
+def _prepare(ctl, state, layer, streams, wanted, asked):  # type: ignore[no-untyped-def]
+    """The next layer's priorities and part 1 for each row, one layer early, and its reads behind all that is needed."""
     store, experts = _words(ctl[w.STORE], reads.CTL_WORDS), ctl[w.EXPERTS]
     at = reads.table(store, reads.STATE)[layer * experts : (layer + 1) * experts]
+    _words(ctl[w.PREPARED], ctl[w.LAYERS])[layer] = 1
+    wanted[:] = 0
+    inserted = 0
+    for t in range(ctl[w.TOKENS]):
+        c = keeping.cache_of(ctl, streams[t])
+        count = _begin(ctl, state, c, layer, t)
+        inserted += count
+        for i in range(count):
+            wanted[c.copy_expert[i]] = 1
+    if inserted == 0:
+        return
     size = _row(ctl, layer)[w.EXPERT_BYTES]
-    _trim(ctl, c, layer)  # what part 1 evicted
+    surplus = keeping.make_room(ctl, layer, ctl[w.KEEP], wanted) - ctl[w.KEEP]
     reads.lock(store)
-    for i in range(inserted):
-        e = c.copy_expert[i]
-        if at[e] == reads.ABSENT and reads.put(store, reads.PREFETCH, layer, e):
-            asked[e] = 1
-            ctl[w.PREFETCH_READS] += 1
-            ctl[w.PREFETCH_BYTES] += size
+    for t in range(ctl[w.TOKENS]):
+        c = keeping.cache_of(ctl, streams[t])
+        for i in range(c.n_copies[0]):
+            e = c.copy_expert[i]
+            if at[e] != reads.ABSENT:
+                continue
+            if surplus > 0:
+                surplus -= 1
+            elif reads.put(store, reads.PREFETCH, layer, e):
+                asked[e] = 1
+                ctl[w.PREFETCH_READS] += 1
+                ctl[w.PREFETCH_BYTES] += size
     reads.unlock_and_wake(store)
+
+
+@kernel
+def _decide_rows(ctl, state, layer, tensor, streams, needed):  # type: ignore[no-untyped-def]
+    """Both parts for each row of a layer in turn; `needed` [E] becomes what they execute. False: do not go on."""
+    row, fields = _row(ctl, layer), _words(tensor, _TENSOR_WORDS)
+    k, experts = row[w.TOP_K], ctl[w.EXPERTS]
+    prepared = _words(ctl[w.PREPARED], ctl[w.LAYERS])
+    needed[:] = 0
+    for t in range(ctl[w.TOKENS]):
+        ids = carray(_pointer(fields[_DATA] + t * fields[_NB + 1]), (k,), np.int32)
+        for i in range(k):
+            if ids[i] < 0 or ids[i] >= experts:
+                ctl[w.COMPLAINT], ctl[w.COMPLAINT_LAYER] = w.WRONG_IDS, layer
+                return False
+        c = keeping.cache_of(ctl, streams[t])
+        if prepared[layer] == 0:
+            _begin(ctl, state, c, layer, t)
+        _decide(ctl, state, c, layer, t, ids)
+        for i in range(k):
+            needed[ids[i]] = 1
+    prepared[layer] = 0
+    return True
 
 
 @kernel
@@ -210,35 +235,25 @@ def _turn(ctl, state, layer, tensor):  # type: ignore[no-untyped-def]
     """One layer of one decode, at the node that holds its choice. False: do not go on."""
     clock = np.empty(2, np.int64)
     start = reads.now(clock)
-    experts, tokens = ctl[w.EXPERTS], ctl[w.TOKENS]
-    block = carray(_pointer(ctl[w.BLOCK]), (_words(ctl[w.BLOCK], 1)[0],), np.uint8)
-    c = attach(block)
-    row = _row(ctl, layer)
-    fields = _words(tensor, _TENSOR_WORDS)
-    k = row[w.TOP_K]
+    experts, tokens, layers = ctl[w.EXPERTS], ctl[w.TOKENS], ctl[w.LAYERS]
     needed = carray(_pointer(ctl[w.NEEDED]), (experts,), np.uint8)
-    asked = carray(_pointer(ctl[w.ASKED]), (ctl[w.LAYERS], experts), np.uint8)
-    prepared = _words(ctl[w.PREPARED], ctl[w.LAYERS])
-    if _tap(state, row[w.TOPK_TAP])[native.FILLED] != tokens:
+    wanted = carray(_pointer(ctl[w.WANTED]), (experts,), np.uint8)
+    asked = carray(_pointer(ctl[w.ASKED]), (layers, experts), np.uint8)
+    streams = _words(ctl[w.ROW_STREAM], tokens)
+    if _tap(state, _row(ctl, layer)[w.TOPK_TAP])[native.FILLED] != tokens:
         ctl[w.COMPLAINT], ctl[w.COMPLAINT_LAYER] = w.WRONG_ROWS, layer
         return False
-    needed[:] = 0
-    for t in range(tokens):
-        ids = carray(_pointer(fields[_DATA] + t * fields[_NB + 1]), (k,), np.int32)
-        for i in range(k):
-            if ids[i] < 0 or ids[i] >= experts:
-                ctl[w.COMPLAINT], ctl[w.COMPLAINT_LAYER] = w.WRONG_IDS, layer
-                return False
-        if prepared[layer] == 0:
-            _begin(ctl, state, c, layer, t)
-        prepared[layer] = 0
-        _decide(ctl, state, c, layer, t, ids)
-        for i in range(k):
-            needed[ids[i]] = 1
-    _trim(ctl, c, layer - 1 if layer > 0 else ctl[w.LAYERS] - 1)
-    _mirror(ctl, c, layer, needed, asked[layer])
-    if tokens == 1 and layer + 1 < ctl[w.LAYERS]:
-        _prepare(ctl, state, c, layer + 1, asked[layer + 1])
+    if not _decide_rows(ctl, state, layer, tensor, streams, needed):
+        return False
+    distinct = _note_use(ctl, layer, needed)
+    # A layer may execute more than is kept. What exceeds it is one layer's at a time.
+    wanted[:] = 0
+    keeping.make_room(ctl, layer - 1 if layer > 0 else layers - 1, ctl[w.KEEP], wanted)
+    keeping.make_room(ctl, layer, ctl[w.LIMIT], needed)
+    _mirror(ctl, layer, needed, asked[layer])
+    keeping.make_room(ctl, layer, max(ctl[w.KEEP], distinct), needed)  # while the disk is busy
+    if ctl[w.SINGLE] and layer + 1 < layers:
+        _prepare(ctl, state, layer + 1, streams, wanted, asked[layer + 1])
     decided = reads.now(clock)
     fine = reads.wait_for(_words(ctl[w.STORE], reads.CTL_WORDS), layer, needed)
     ctl[w.POLICY_NS] += decided - start
@@ -246,6 +261,21 @@ def _turn(ctl, state, layer, tensor):  # type: ignore[no-untyped-def]
     if not fine:
         ctl[w.COMPLAINT], ctl[w.COMPLAINT_LAYER] = w.READS_FAILED, layer
     return fine
+
+
+@kernel
+def _note_use(ctl, layer, needed):  # type: ignore[no-untyped-def]
+    """When the layer's experts last ran, and how many there were. Returns that."""
+    used = _words(ctl[w.USED] + 8 * layer * ctl[w.EXPERTS], ctl[w.EXPERTS])
+    distinct = 0
+    for e in range(ctl[w.EXPERTS]):
+        if needed[e]:
+            used[e] = ctl[w.CLOCK]
+            distinct += 1
+    if ctl[w.SINGLE]:
+        ctl[w.DISTINCT] += distinct
+        ctl[w.TURNS] += 1
+    return distinct
 
 
 def on_node(tensor: int, ask: int, user_data: Any) -> int:

@@ -1,16 +1,20 @@
 """The words of the callback's control block, which `decider.Decider` fills and `step` works on (int64 each)."""
 
 # what does not change, and addresses
-(STORE, BLOCK, LAYERS, EXPERTS, MODE, PRIOR) = range(6)
+(STORE, BLOCKS, LAYERS, EXPERTS, MODE, PRIOR) = range(6)
 (ROWS, ROUTING_OUT, PREGATE_OUT, COUNTS_OUT, COPIES_OUT, CAPACITY) = range(6, 12)
-(SCORES, NEEDED, ASKED, PREPARED) = range(12, 16)
+(WANTED, NEEDED, ASKED, PREPARED) = range(12, 16)
 # what changes
 (TOKENS, COMPLAINT) = range(16, 18)
 (LOADS, MISSES, DEMAND_READS, DEMAND_BYTES, PREFETCH_READS, PREFETCH_BYTES) = range(18, 24)
 (IN_TIME, LATE, UNUSED, WAIT_NS, POLICY_NS) = range(24, 29)
 COMPLAINT_LAYER = 29
-CTL_WORDS = 32
-COUNTERS = slice(LOADS, POLICY_NS + 1)
+# streams: how many, of which each row of a decode is, which live; what the store keeps per layer, and may at most while
+# a layer runs; when each expert last ran, int64 [L, E]; how many streams hold each of a layer's, int64 [E]
+(STREAMS, ROW_STREAM, LIVE, KEEP, LIMIT, USED, HELD) = range(32, 39)
+# whether each stream has one row in this decode, which decode it is, and totals of such: distinct experts, layers
+(SINGLE, CLOCK, DISTINCT, TURNS) = range(39, 43)
+CTL_WORDS = 48
 
 # MODE: does the policy choose by scores, and are its choices written?
 OBSERVE, SELECT = 0, 1
