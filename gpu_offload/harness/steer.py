@@ -82,6 +82,7 @@ class Steered:
         self._valid: np.ndarray | None = None  # [B, S] of the running pass
         self._prior: tuple[np.ndarray, np.ndarray] | None = None  # [U, L, E] and [B·S] rows of it
         self._pregates: dict[int, np.ndarray] = {}
+        self._kv: Any = None
         self._id: str | None = None
         self.tokens = 0
         """Tokens routed so far, padding left out."""
@@ -167,6 +168,7 @@ class Steered:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._watch(None)
         _STEERED.discard(self.model)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
@@ -185,14 +187,23 @@ class Steered:
         elif past != self._seen or shape[0] != len(self._rows):
             raise UserError(
                 f"the KV cache holds {past} positions of {shape[0]} rows, the routing state {max(self._seen, 0)} of "
-                f"{len(self._rows)}: steered generation goes token by token, without beams or assistants"
+                f"{len(self._rows)}: a request goes on where it stopped, without assistants"
             )
         self._seen, self._valid = -1, valid
+        self._watch(kv)
         tokens = np.full(shape, -1, np.int32) if ids is None else ids.detach().cpu().numpy().astype(np.int32)
         if self._recorder is not None:
             self._recorder.step(tokens, valid)
         self._prior = self._prior_of(tokens)
         self._pregates.clear()
+
+    def _watch(self, kv: Any) -> None:
+        """Refuse beam search, which exchanges the rows of the KV cache between steps."""
+        if self._kv is not None:
+            vars(self._kv).pop("reorder_cache", None)
+        if kv is not None:
+            kv.reorder_cache = _no_beams
+        self._kv = kv
 
     def _abandon(self) -> None:
         """Forget a pass that did not end."""
@@ -273,6 +284,10 @@ def _unless_own(output: tuple[Tensor, ...], weights: Tensor, experts: Tensor, ke
         same = (kept.all(-1) & (own.sort(-1)[0] == experts.sort(-1)[0]).all(-1)).unsqueeze(-1)
         weights, experts = torch.where(same, own_weights.float(), weights), torch.where(same, own, experts)
     return weights.to(own_weights.dtype), experts
+
+
+def _no_beams(rows: Any) -> None:  # noqa: ARG001
+    raise UserError("beam search exchanges rows, whose routing states cannot follow: generate with one beam")
 
 
 def _valid(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
