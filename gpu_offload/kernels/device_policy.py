@@ -130,6 +130,18 @@ class DevicePolicy:
 
         gates [E]: of `layer`, where the weights are given. Results lie in `decisions`.
         """
+        arguments, constants = self.arguments(layer, following, scores, pregate, gates)
+        steps.step[(1,)](*arguments, **constants)
+
+    def arguments(
+        self,
+        layer: int | None,
+        following: int | None,
+        scores: torch.Tensor | None = None,
+        pregate: torch.Tensor | None = None,
+        gates: torch.Tensor | None = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What `step` launches `steps.step` with, in order and by name: for kernels that do more in the same launch."""
         if layer is not None:
             self._check(scores, "scores", (self.n_experts,))
             if self._needs_gates:
@@ -140,7 +152,7 @@ class DevicePolicy:
         nothing = self.state.reals
         k = 1 if layer is None else self.top_k[layer]
         k_next = 1 if following is None else self.top_k[following]
-        steps.step[(1,)](
+        arguments = (
             *self.state.tensors,
             nothing if scores is None else scores,
             nothing if gates is None else gates,
@@ -150,14 +162,21 @@ class DevicePolicy:
             following or 0,
             *self._rules,
             self._factor,
-            SELECTS=layer is not None,
-            FREEZES=following is not None,
-            PREFETCHES=prefetches,
-            K=k,
-            K_NEXT=k_next,
-            ROUNDS=self._rounds(k_next),
-            **self._constants,
         )
+        constants = {
+            "SELECTS": layer is not None,
+            "FREEZES": following is not None,
+            "PREFETCHES": prefetches,
+            "K": k,
+            "K_NEXT": k_next,
+            "ROUNDS": self._rounds(k_next),
+            **self._constants,
+        }
+        return arguments, constants
+
+    @property
+    def uses_pregate(self) -> bool:
+        return self._prefetch == PRE_GATE
 
     def chunk(
         self,
