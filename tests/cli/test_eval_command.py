@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from edgemoe.cli import main
+from edgemoe.cli.commands import verbs
 from edgemoe.evaluation.results import Header, Item, ModelId, Results, Task
 
 RNG = np.random.default_rng(0)
@@ -168,3 +169,7 @@ def test_the_group_has_help_and_refuses_other_verbs(edgemoe) -> None:
     assert edgemoe("nope", expected=2).err == "edgemoe: No such command 'nope' (see edgemoe eval --help)\n"
     assert "see edgemoe eval compare --help" in edgemoe("compare", "--nope", expected=2).err
     assert edgemoe(expected=2).err.count("\n") == 1
+
+
+def test_the_documentation_knows_verbs_in_groups() -> None:
+    assert {("eval",), ("eval", "compare"), ("info",)} <= set(verbs())
