@@ -23,7 +23,7 @@ WINDOW = 1 << 26
 _NAME, _ALLOCATE, _IS_HOST, _WORDS = 0, 1, 5, 8  # ggml-backend-impl.h: six functions, the device, a context
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _SHARED, _PRIVATE, _FIXED, _ANONYMOUS, _NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
-_NO_HUGE_PAGES = 15
+_HUGE_PAGES, _NO_HUGE_PAGES = 14, 15
 _LOAD_WITHOUT_MMAP = b"none"
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -45,7 +45,7 @@ def _map(address: int | None, size: int, protection: int, flags: int, descriptor
 class Reserve:
     """Address space without memory behind it until it is written; pages are small, so that slices come and go."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, huge_pages: bool = False) -> None:
         self.size = size
         try:
             self.address = _map(None, size, _PROT_READ_WRITE, _PRIVATE | _ANONYMOUS | _NORESERVE)
@@ -53,7 +53,7 @@ class Reserve:
             raise UserError(
                 f"no address space for {size / 1e9:.1f} GB of experts ({error.strerror}): raise the limit (ulimit -v)"
             ) from None
-        _libc.madvise(self.address, size, _NO_HUGE_PAGES)
+        _libc.madvise(self.address, size, _HUGE_PAGES if huge_pages else _NO_HUGE_PAGES)
 
     def close(self) -> None:
         if self.size:

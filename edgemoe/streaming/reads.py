@@ -15,6 +15,7 @@ import numpy as np
 from numba import carray, types
 
 from edgemoe.llamacpp.native import _pointer
+from edgemoe.streaming import frames
 from edgemoe.streaming.jit import kernel
 
 ABSENT, QUEUED, READING, PRESENT = 0, 1, 2, 3
@@ -23,7 +24,8 @@ DEMAND, PREFETCH = 0, 1
 # ctl: geometry, then addresses, then what changes
 (LAYERS, EXPERTS, TENSORS, PAGE, PIECE, RING) = range(6)
 (PLACES, STATE, LEFT, TICKET, RINGS, MUTEX, WORK, DONE) = range(6, 14)
-(STOP, ABORT, FAILED, FAILED_READ, FAILED_GOT, DELAY, VERIFY, IN_FLIGHT, WAITING) = range(14, 23)
+(STOP, ABORT, FAILED, FAILED_READ, FAILED_GOT, DELAY, VERIFY, IN_FLIGHT, WAITING, FRAMES) = range(14, 24)
+(QUEUED_AT, LOG, LOG_ROOM, LOG_COUNT, GROUP) = range(24, 29)
 CTL_WORDS = 32
 # what FAILED says
 READ_FAILED, READ_DIFFERS = 1, 2
@@ -31,6 +33,9 @@ READ_FAILED, READ_DIFFERS = 1, 2
 # a tensor's place, [L, J, PLACE_WORDS]: descriptor, another for buffered reads, offset in the file, bytes per expert
 # (0: the layer has fewer tensors), address, and whether the page cache has to be told to forget
 FD, FD_BUFFERED, OFFSET, LENGTH, ADDRESS, FORGET, PLACE_WORDS = 0, 1, 2, 3, 4, 5, 6
+# a line of the log, [LOG_ROOM, LOG_WORDS]: the read, nanoseconds at which it was queued, begun and done, what was
+# waited for before
+LOG_READ, LOG_QUEUED, LOG_BEGUN, LOG_DONE, LOG_GROUP, LOG_WORDS = 0, 1, 2, 3, 4, 5
 # a ring, [2, RING_WORDS + 2·capacity]: where reads are taken and put, then (read, ticket)
 TAKE, PUT, RING_WORDS = 0, 1, 2
 
@@ -64,7 +69,7 @@ def now(clock):  # type: ignore[no-untyped-def]
 
 @kernel
 def table(ctl, which):  # type: ignore[no-untyped-def]
-    """STATE, LEFT (pieces still to be read) or TICKET (which a queued read must show): int64 [L·E]."""
+    """STATE, LEFT (pieces still to be read), TICKET (which a queued read must show), QUEUED_AT: int64 [L·E]."""
     return words(ctl[which], ctl[LAYERS] * ctl[EXPERTS])
 
 
@@ -107,6 +112,8 @@ def put(ctl, kind, layer, expert):  # type: ignore[no-untyped-def]
     ticket[cell] += 1  # whatever is queued of it already is void
     table(ctl, LEFT)[cell] = count
     table(ctl, STATE)[cell] = QUEUED
+    if ctl[LOG] != 0:
+        table(ctl, QUEUED_AT)[cell] = now(np.empty(2, np.int64))
     for piece in range(count):
         slot = RING_WORDS + 2 * (ring[PUT] % room)
         ring[slot], ring[slot + 1] = cell * 65536 + piece, ticket[cell]
@@ -196,16 +203,16 @@ def _gather(ctl, at, first, last, scratch):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _read(ctl, read, scratch):  # type: ignore[no-untyped-def]
-    """Do one read, a piece of a slice. Returns 0, or what FAILED becomes, and what pread gave."""
+def part(ctl, read):  # type: ignore[no-untyped-def]
+    """Which bytes a read brings: its expert's cell, the tensor, and first and last as offsets in the file."""
     cell, piece = read // 65536, read % 65536
     layer, expert = cell // ctl[EXPERTS], cell % ctl[EXPERTS]
-    at = place(ctl, layer, 0)
-    start = end = 0
+    found = start = end = 0
     for tensor in range(ctl[TENSORS]):
         at = place(ctl, layer, tensor)
         if at[LENGTH] == 0:
             continue
+        found = tensor
         start, end = cover(ctl, at, expert)
         count = (end - start + ctl[PIECE] - 1) // ctl[PIECE]
         if piece < count:
@@ -213,8 +220,18 @@ def _read(ctl, read, scratch):  # type: ignore[no-untyped-def]
         piece -= count
     start += piece * ctl[PIECE]
     end = min(end, start + ctl[PIECE])
+    at = place(ctl, layer, found)
     first = max(start, at[OFFSET] + expert * at[LENGTH])
     last = min(end, at[OFFSET] + (expert + 1) * at[LENGTH])
+    return cell, found, first, last
+
+
+@kernel
+def _read(ctl, read, scratch):  # type: ignore[no-untyped-def]
+    """Do one read, a piece of a slice. Returns 0, or what FAILED becomes, and what pread gave."""
+    cell, tensor, first, last = part(ctl, read)
+    at = place(ctl, cell // ctl[EXPERTS], tensor)
+    frames.hold(words(ctl[FRAMES], frames.WORDS), cell * ctl[TENSORS] + tensor)
     got = _gather(ctl, at, first, last, scratch)
     if got != last - first:
         return READ_FAILED, got
@@ -224,14 +241,15 @@ def _read(ctl, read, scratch):  # type: ignore[no-untyped-def]
         if got != last - first or _memcmp(buffer, at[ADDRESS] + first - at[OFFSET], last - first) != 0:
             return READ_DIFFERS, got
     if at[FORGET] or ctl[VERIFY]:
-        _fadvise(at[FD_BUFFERED], start, end - start, _FADV_DONTNEED)
+        start = first // ctl[PAGE] * ctl[PAGE]
+        _fadvise(at[FD_BUFFERED], start, last - start + ctl[PAGE], _FADV_DONTNEED)
     return 0, got
 
 
 @kernel
 def serve(ctl, scratch):  # type: ignore[no-untyped-def]
     """A reader: takes reads until STOP. `scratch` is aligned: 3 pages, and a piece where reads are verified."""
-    pause = np.zeros(2, np.int64)
+    pause, clock = np.zeros(2, np.int64), np.empty(2, np.int64)
     state, left = table(ctl, STATE), table(ctl, LEFT)
     _lock(ctl[MUTEX])
     while ctl[STOP] == 0:
@@ -242,12 +260,21 @@ def serve(ctl, scratch):  # type: ignore[no-untyped-def]
         cell = read // 65536
         state[cell] = READING
         ctl[IN_FLIGHT] += 1
+        line = -1
+        if ctl[LOG] != 0 and ctl[LOG_COUNT] < ctl[LOG_ROOM]:
+            line = ctl[LOG_COUNT]
+            ctl[LOG_COUNT] += 1
+            entry = words(ctl[LOG] + 8 * LOG_WORDS * line, LOG_WORDS)
+            entry[LOG_READ], entry[LOG_QUEUED] = read, table(ctl, QUEUED_AT)[cell]
+            entry[LOG_BEGUN], entry[LOG_GROUP] = now(clock), ctl[GROUP]
         _unlock(ctl[MUTEX])
         if ctl[DELAY] > 0:  # a slow, uneven disk: not two reads take equally long
             pause[1] = ctl[DELAY] * (1 + read * 2654435761 % 7) // 4
             pause[0], pause[1] = pause[1] // 1_000_000_000, pause[1] % 1_000_000_000
             _nanosleep(pause.ctypes.data, 0)
         failed, got = _read(ctl, read, scratch)
+        if line >= 0:
+            words(ctl[LOG] + 8 * LOG_WORDS * line, LOG_WORDS)[LOG_DONE] = now(clock)
         _lock(ctl[MUTEX])
         ctl[IN_FLIGHT] -= 1
         if failed != 0:
@@ -264,8 +291,9 @@ def serve(ctl, scratch):  # type: ignore[no-untyped-def]
 
 @kernel
 def release(ctl, layer, expert):  # type: ignore[no-untyped-def]
-    """Give an expert's pages back, except those in which another expert's bytes are wanted."""
+    """Give an expert's pages back, or its frames to others, except pages in which another expert's bytes are wanted."""
     page, experts = ctl[PAGE], ctl[EXPERTS]
+    pool = words(ctl[FRAMES], frames.WORDS)
     state = table(ctl, STATE)
     state[layer * experts + expert] = ABSENT
     for tensor in range(ctl[TENSORS]):
@@ -277,8 +305,19 @@ def release(ctl, layer, expert):  # type: ignore[no-untyped-def]
             start += page
         if end > start and _shared(ctl, at, layer, end - page):
             end -= page
-        if end > start:
-            _madvise(at[ADDRESS] + start - at[OFFSET], end - start, _MADV_DONTNEED)
+        slice_ = (layer * experts + expert) * ctl[TENSORS] + tensor
+        frame = (at[OFFSET] + expert * at[LENGTH] + page - 1) // page * page
+        after = frames.frame_end(pool, slice_, frame)
+        _give_back(at, start, min(frame, end) if after > frame else end)
+        if after > frame:
+            _give_back(at, after, end)
+            frames.leave(pool, slice_)
+
+
+@kernel
+def _give_back(at, start, end):  # type: ignore[no-untyped-def]
+    if end > start:
+        _madvise(at[ADDRESS] + start - at[OFFSET], end - start, _MADV_DONTNEED)
 
 
 @kernel
@@ -319,6 +358,7 @@ def wait_for(ctl, layer, needed):  # type: ignore[no-untyped-def]
             else:
                 _wait(ctl[DONE], ctl[MUTEX])
     ctl[WAITING] = 0
+    ctl[GROUP] += 1
     _unlock(ctl[MUTEX])
     return fine
 

@@ -20,6 +20,7 @@ from edgemoe.machine.alignment import open_direct
 from edgemoe.machine.disk import disk_of
 from edgemoe.model import Model, Tensor
 from edgemoe.streaming import reads
+from edgemoe.streaming.frames import Frames
 from edgemoe.streaming.skeleton import is_streamed
 
 PIECE = 1 << 20  # a longer slice is several reads
@@ -44,10 +45,11 @@ class ExpertStore:
         self.tensors = [[t for t in model.expert_tensors(layer) if is_streamed(t)] for layer in self.layers]
         self._threads: list[threading.Thread] = []
         self._files: list[tuple[int, int, bool]] = []
+        self.frames: Frames | None = None
         self._reserve = Reserve(sum(self._room(tensor) for layer in self.tensors for tensor in layer))
         try:
             for path in model.files:
-                self._files.append(_open(path))
+                self._files.append(open_file(path))
             self._seen = [_identity(plain) for _, plain, _ in self._files]
             self._lay_out(verify, delay)
             self._start(readers)
@@ -77,20 +79,23 @@ class ExpertStore:
                 self._places[row, i] = fd, plain, tensor.offset, length, address, not direct
                 at += self._room(tensor)
         room = 2 * n_experts * int((self._places[:, :, reads.LENGTH] // PIECE + 3).sum(axis=1).max())
-        self._tables = np.zeros((3, n_layers * n_experts), np.int64)
+        self._tables = np.zeros((4, n_layers * n_experts), np.int64)
         self._rings = np.zeros((2, reads.RING_WORDS + 2 * room), np.int64)
         self._locks = np.zeros(3 * _PTHREAD_BYTES, np.uint8)
         self.ctl = ctl = np.zeros(reads.CTL_WORDS, np.int64)
         ctl[[reads.LAYERS, reads.EXPERTS, reads.TENSORS]] = n_layers, n_experts, n_tensors
         ctl[[reads.PAGE, reads.PIECE, reads.RING]] = mmap.PAGESIZE, PIECE, room
         ctl[reads.PLACES], ctl[reads.RINGS] = self._places.ctypes.data, self._rings.ctypes.data
-        for i, word in enumerate((reads.STATE, reads.LEFT, reads.TICKET)):
+        for i, word in enumerate((reads.STATE, reads.LEFT, reads.TICKET, reads.QUEUED_AT)):
             ctl[word] = self._tables[i].ctypes.data
         libc = ctypes.CDLL(None)
         for i, word in enumerate((reads.MUTEX, reads.WORK, reads.DONE)):
             ctl[word] = self._locks.ctypes.data + i * _PTHREAD_BYTES
             initialise = libc.pthread_mutex_init if word == reads.MUTEX else libc.pthread_cond_init
             initialise(ctypes.c_void_p(int(ctl[word])), None)
+        starts = np.where(self._places[:, :, reads.LENGTH] > 0, self._places[:, :, reads.ADDRESS], 0)
+        self.frames = Frames(starts, self._places[:, :, reads.LENGTH], n_experts)
+        ctl[reads.FRAMES] = self.frames.control.ctypes.data
         ctl[reads.VERIFY], ctl[reads.DELAY] = verify, int(delay * 1e9)
 
     def _start(self, readers: int) -> None:
@@ -102,7 +107,15 @@ class ExpertStore:
             thread = threading.Thread(target=reads.serve, args=(self.ctl, scratch), daemon=True, name="edgemoe-read")
             thread.start()
             self._threads.append(thread)
-        self._end = weakref.finalize(self, _end, self.ctl, self._threads, (self._tables, self._rings, self._locks))
+        self._end = weakref.finalize(
+            self, _end, self.ctl, self._threads, (self._tables, self._rings, self._locks, self.frames)
+        )
+
+    def allow(self, nbytes: int) -> None:
+        """Let the memory of experts that left wait for those that come, up to so many bytes of experts in all. Until
+        then it is given back at once."""
+        if self.frames is not None:
+            self.frames.allow(nbytes)
 
     def bytes_of(self, row: int) -> int:
         """What one expert of a layer (by row) takes in RAM at most: its slices in whole pages."""
@@ -112,6 +125,15 @@ class ExpertStore:
     def states(self) -> np.ndarray:
         """ABSENT, QUEUED, READING or PRESENT of every expert, [L, E] (a copy)."""
         return self._tables[0].reshape(len(self.layers), -1).copy()
+
+    def log(self, room: int) -> np.ndarray:
+        """Note every read from now on, up to `room` of them: int64 [room, LOG_WORDS], of which `reads.LOG_COUNT` are
+        filled. `edgemoe.streaming.replay_reads` makes sense of it."""
+        self.ctl[reads.LOG] = 0
+        self._log = np.zeros((room, reads.LOG_WORDS), np.int64)
+        self.ctl[[reads.LOG_ROOM, reads.LOG_COUNT]] = room, 0
+        self.ctl[reads.LOG] = self._log.ctypes.data
+        return self._log
 
     def check_files(self) -> None:
         """Raise `UserError` if a file was written to since the store was made: bytes of two models must not mix."""
@@ -144,15 +166,17 @@ class ExpertStore:
                 os.close(descriptor)
         self._files = []
         self._reserve.close()
+        if self.frames is not None:
+            self.frames.close()
 
 
-def _end(ctl: np.ndarray, threads: list[threading.Thread], _alive: tuple[np.ndarray, ...]) -> None:
+def _end(ctl: np.ndarray, threads: list[threading.Thread], _alive: tuple[object, ...]) -> None:
     reads.stop(ctl, reads.STOP)
     for thread in threads:
         thread.join()
 
 
-def _open(path: Path) -> tuple[int, int, bool]:
+def open_file(path: Path) -> tuple[int, int, bool]:
     """A descriptor to read by, a buffered one, and whether the first passes the page cache by."""
     try:
         plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
