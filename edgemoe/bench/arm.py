@@ -1,8 +1,8 @@
 """One side of a comparison, in a process of its own: `python -m edgemoe.bench.arm`.
 
 A request is a JSON object in a line of standard input, and so is its answer on standard output; the end of the input
-ends the process. `{"open": {…}}` loads (fields of `Opening`), `{"first": s, "count": n}` decodes n steps and answers
-with seconds for each, what the engine counted and what came from the disk.
+ends the process. `{"open": {…}}` loads (fields of `Opening`), `{"first": s, "count": n, "replay": true}`
+decodes n steps: seconds of each, what the engine counted, what came from the disk (`Server.steps`).
 """
 
 import json
@@ -33,7 +33,8 @@ class Opening:
 
 
 class Arm(Protocol):
-    position: int
+    position: int  # of every stream
+    n_vocab: int
 
     def prepare(self) -> None:
         """Import and compile: stock llama.cpp has no interpreter, so that mmap shall not pay for this one."""
@@ -50,6 +51,9 @@ class Arm(Protocol):
         """Begin the sequences again; what is in RAM stays."""
 
     def counters(self) -> dict[str, float]: ...
+
+    def log_reads(self) -> Any:
+        """A recorder of the reads from now on, None for an arm that does not say what it reads."""
 
     def close(self) -> None: ...
 
@@ -103,26 +107,25 @@ class Mapped:
 
         return {"fetched_bytes": fetched_bytes() or 0}
 
+    def log_reads(self) -> None:
+        return None
+
     def close(self) -> None:
         self.session.close()
 
 
 class Streamed:
-    """The tier, one stream."""
+    """The tier."""
 
     def __init__(self, opening: Opening) -> None:
         self.opening, self.position = opening, 0
 
     def prepare(self) -> None:
-        from edgemoe.bench.forced import ForcedDecider
+        from edgemoe.bench.replayed import ReplayedEngine
         from edgemoe.llamacpp.session import quiet
-        from edgemoe.streaming.engine import StreamingEngine
-
-        class Engine(StreamingEngine):
-            decider_type = ForcedDecider
 
         quiet()
-        self.type = Engine
+        self.type = ReplayedEngine
 
     def load(self) -> dict[str, Any]:
         from edgemoe.policy import Policy
@@ -136,6 +139,7 @@ class Streamed:
             n_threads=o.threads,
             readers=o.readers,
             chunk=1,
+            streams=o.streams,
         )
         self.n_vocab = self.engine.n_vocab
         return {
@@ -146,20 +150,21 @@ class Streamed:
         }
 
     def force(self, ids: Any) -> None:
-        decider = self.engine._decider
-        assert hasattr(decider, "force")
-        decider.force(ids)
+        self.engine.force(ids)
 
     def step(self, tokens: Any) -> None:
-        self.engine.prefill(tokens)
+        self.engine.step(tokens)
         self.position += 1
 
     def rewind(self) -> None:
-        self.engine.rewind(0)
+        self.engine.rewind_all()
         self.position = 0
 
     def counters(self) -> dict[str, float]:
         return {name: value for name, value in asdict(self.engine.stats()).items() if name != "ram_bytes"}
+
+    def log_reads(self) -> Any:
+        return self.engine.log_reads()
 
     def close(self) -> None:
         self.engine.close()
@@ -179,24 +184,31 @@ class Server:
         self.ids = np.load(opening.forced, mmap_mode="r") if opening.forced else None
         self.described = self.arm.load()
 
-    def steps(self, first: int, count: int) -> dict[str, Any]:
-        """Decode `count` steps, with the routing that was recorded from step `first` on."""
+    def steps(self, first: int, count: int, replay: bool) -> dict[str, Any]:
+        """Decode `count` steps, with the routing that was recorded from step `first` on. With `replay`, an arm that
+        reads does those reads again at once, without inference: `replay_s`."""
         from edgemoe.streaming.memory import held_bytes
 
         if self.arm.position + count > self.opening.n_ctx:
             self.arm.rewind()
+        log = self.arm.log_reads() if replay else None
         before = self.arm.counters()
         seconds = [self._one(step) for step in range(first, first + count)]
         after = self.arm.counters()
         counted = {name: after[name] - before[name] for name in after}
-        return {"seconds": seconds, "counted": counted, "ram_bytes": held_bytes()}
+        answer: dict[str, Any] = {"seconds": seconds, "counted": counted, "ram_bytes": held_bytes()}
+        if log is not None:
+            from edgemoe.bench.replayed import reread
+
+            answer["replay_s"] = reread(log.end(), self.opening.readers)
+        return answer
 
     def _one(self, step: int) -> float:
         import numpy as np
 
         if self.ids is not None:
             self.arm.force(np.ascontiguousarray(self.ids[step % len(self.ids)]))
-        tokens = np.random.default_rng(step).integers(self.arm.n_vocab, size=self.opening.streams, dtype=np.int32)  # type: ignore[attr-defined]
+        tokens = np.random.default_rng(step).integers(self.arm.n_vocab, size=self.opening.streams, dtype=np.int32)
         start = time.perf_counter()
         self.arm.step(tokens)
         return time.perf_counter() - start
@@ -217,7 +229,7 @@ def serve() -> None:
                 answer = server.described
             else:
                 assert server is not None
-                answer = server.steps(request["first"], request["count"])
+                answer = server.steps(**request)
         except UserError as error:
             answer = {"error": str(error)}
         answers.write(json.dumps(answer) + "\n")

@@ -46,9 +46,9 @@ class Child:
             self.close()
             raise
 
-    def steps(self, first: int, count: int) -> dict[str, Any]:
+    def steps(self, first: int, count: int, replay: bool = False) -> dict[str, Any]:
         """`edgemoe.bench.arm.Server.steps` over there."""
-        return self._ask({"first": first, "count": count})
+        return self._ask({"first": first, "count": count, "replay": replay})
 
     @property
     def peak(self) -> int | None:

@@ -5,6 +5,7 @@ from typing import cast
 import typer
 
 from edgemoe import __version__
+from edgemoe.cli.bench import bench
 from edgemoe.cli.calibrate import calibrate
 from edgemoe.cli.chat import chat
 from edgemoe.cli.demo import demo
@@ -48,7 +49,7 @@ for verb in (demo, info, trace, stats, simulate, calibrate, probe, wall, generat
     app.command()(verb)
 
 # Groups of verbs (`edgemoe.cli.groups`), after them.
-GROUPS: tuple[typer.Typer, ...] = (evaluate,)
+GROUPS: tuple[typer.Typer, ...] = (evaluate, bench)
 for verbs_of in GROUPS:
     app.add_typer(verbs_of)
 

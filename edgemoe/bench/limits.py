@@ -1,0 +1,181 @@
+"""What this machine could do, measured in the same run, and what `edgemoe wall` makes of it.
+
+The disk is probed by reading the model's own file, in requests as large as its experts' matrices; ggml's products in
+the model's own types, as the file has them. A profile may stand in for RAM and products, never for the disk.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+from edgemoe.machine import ggml_probe, ram_probe, ssd_probe
+from edgemoe.machine.identity import this_host
+from edgemoe.machine.profile import Profile, Ssd
+from edgemoe.machine.rounds import Effort
+from edgemoe.machine.ssd_probe import KIB, MIB, SsdGrid
+from edgemoe.model import Model
+from edgemoe.model.memory import memory_needs
+from edgemoe.progress import Advance
+from edgemoe.tracing import Trace
+from edgemoe.wall.batch import batch, independent_union
+from edgemoe.wall.cpu_costs import costs_of
+from edgemoe.wall.cpu_decode import predict_cpu_decode
+from edgemoe.wall.hits import caching
+from edgemoe.wall.rates import Machine, measured
+from edgemoe.wall.rates import Speed as WallSpeed
+from edgemoe.wall.tiers import Path as WallPath
+from edgemoe.wall.tiers import Wall
+
+Watch = Callable[[str, int, str], AbstractContextManager[Advance]]
+_SIZES = (64 * KIB, 256 * KIB, MIB)
+_DISK, _QUICK_DISK = Effort(5, 9, 12), Effort(3, 3, 3)
+_PRODUCTS, _QUICK_PRODUCTS = Effort(3, 7, 12), Effort(2, 3, 3)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes per second that the disk gives this model's reads, and the machine as the wall knows it."""
+
+    profile: Profile
+    machine: Machine
+    disk: float
+    piece: int  # bytes of one read
+    readers: int
+    threads: int
+
+    @property
+    def ssd(self) -> Ssd:
+        assert self.profile.ssd is not None
+        return self.profile.ssd
+
+
+def measure_limits(
+    model: Model, readers: int, threads: int, quick: bool, watch: Watch, known: Profile | None = None
+) -> Limits:
+    """Probe the disk under the model's file, RAM and ggml's products; with a profile, the disk alone."""
+    ssd = probe_disk(model.files[0], readers, quick, watch)
+    profile = replace(known, ssd=ssd) if known else _probe_rest(model, ssd, threads, quick, watch)
+    g = model.geometry
+    piece = max(max(g.expert_bytes) // (2 if g.merged_gate_up else 3), 1)
+    rate = ssd.random_expert(piece, readers)
+    said = f"this run: random reads of this file, {readers} in flight"
+    machine = replace(measured(g, profile), ssd=WallSpeed(rate, rate, said), vram_bytes=0)
+    return Limits(profile, machine, rate, piece, readers, threads)
+
+
+def probe_disk(file: Path, readers: int, quick: bool, watch: Watch) -> Ssd:
+    """The rates of reads of a model's file, past the page cache."""
+    effort = _QUICK_DISK if quick else _DISK
+    grid = SsdGrid(_SIZES, tuple(sorted({1, readers})), 0.03 if quick else 0.15, 0, effort)
+    with watch("reading the disk", ssd_probe.n_rounds(grid, file), "rounds") as advance:
+        return ssd_probe.probe_ssd(file.parent, file, grid, advance)
+
+
+def _probe_rest(model: Model, ssd: Ssd, threads: int, quick: bool, watch: Watch) -> Profile:
+    counts = ram_probe.quick_thread_counts()
+    effort = ram_probe.QUICK
+    with watch("reading RAM", ram_probe.n_rounds(effort, counts), "rounds") as advance:
+        ram = ram_probe.probe_ram(effort, counts, advance)
+    kinds = tuple(dict.fromkeys((*model.geometry.expert_types, *model.geometry.type_bytes)))
+    kinds = tuple(kind for kind in kinds if kind in ggml_probe.ALL_TYPES) or ("Q8_0",)
+    effort = _QUICK_PRODUCTS if quick else _PRODUCTS
+    plan = ggml_probe.ProductPlan(kinds, both_states=True, threads=(threads,), effort=effort)
+    with watch("multiplying by experts", ggml_probe.n_rounds(plan), "rounds") as advance:
+        found = ggml_probe.probe_products(plan, advance)
+    plain = tuple(rate for rate in found.experts if not rate.repacked)
+    return Profile(
+        host=this_host(),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        ram=ram,
+        ssd=ssd,
+        cpu_experts=plain,
+        cpu_dense=tuple(rate for rate in found.dense if not rate.repacked),
+        cpu_nodes=found.nodes,
+        quick=quick,
+    )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one number of streams, in tok/s of all together and seconds per step.
+
+    `wall`: reading what a step needs, or computing it, whichever is slower. `least` … `most` is the wall's range: from
+    nothing overlapped and an LRU that serves streams in the worst order, to all overlapped and perfect eviction.
+    """
+
+    wall: float
+    least: float
+    most: float
+    read_bytes: float
+    read_s: float
+    compute_s: float
+    hit_rate: float
+    union: float  # distinct experts per layer
+
+    def error(self, tokens_per_s: float) -> float:
+        """Measured / `wall` − 1."""
+        return tokens_per_s / self.wall - 1
+
+    def outside(self, tokens_per_s: float) -> float:
+        """How far outside of the range, as a share: 0 within it."""
+        if tokens_per_s < self.least:
+            return tokens_per_s / self.least - 1
+        return max(tokens_per_s / self.most - 1, 0.0)
+
+
+def predict(
+    model: Model, limits: Limits, streams: int, slots: int, n_ctx: int, trace: Trace | None
+) -> Prediction | None:
+    """`edgemoe wall --batch` for a budget that buys `slots` per layer: of a trace, or of independent random streams.
+
+    None where the wall takes another path, because the budget holds all of the model.
+    """
+    g = model.geometry
+    machine = _with_slots(model, limits.machine, streams, slots, n_ctx)
+    active = (g.active_expert_bytes,) * 2
+    if trace is not None:
+        wall = Wall.of_one(g, machine, caching(g, [trace], "lru", None, active), n_ctx)
+    else:
+        # Random routing: a cache catches what it holds of the experts, whatever it evicts.
+        wall = Wall.of_one(g, machine, caching(g, [], "lru", min(slots / g.n_experts, 1.0), active), n_ctx)
+    wall = replace(wall, cpu_extra=_beside_bytes(model, limits, wall))
+    row = batch(wall, streams)
+    path = row.path
+    if path is None or not path.copies or path.hit is None:
+        return None
+    union = row.union[1] if trace is not None else independent_union(g.n_experts, g.top_k, streams)
+    return _prediction(path, union)
+
+
+def _prediction(path: WallPath, union: float) -> Prediction:
+    assert path.hit is not None
+    read_s = path.copies[0].slow
+    compute_s = path.slow - read_s
+    return Prediction(
+        wall=path.streams / max(read_s, compute_s),
+        least=path.tokens_per_s[0],
+        most=path.tokens_per_s[1],
+        read_bytes=path.copies[0].bytes[1],
+        read_s=read_s,
+        compute_s=compute_s,
+        hit_rate=path.hit.low,
+        union=union,
+    )
+
+
+def _with_slots(model: Model, machine: Machine, streams: int, slots: int, n_ctx: int) -> Machine:
+    """The machine whose RAM buys exactly so many slots: what the wall counts as needed, and the slots beyond."""
+    g = model.geometry
+    need = next(need.ram for need in memory_needs(g, n_ctx) if need.way == "ssd-to-ram")
+    beyond = slots * g.slot_bytes - g.active_expert_bytes
+    return replace(machine, ram_bytes=need + (streams - 1) * g.kv.at(n_ctx) + beyond, ram_source="the group's limit")
+
+
+def _beside_bytes(model: Model, limits: Limits, wall: Wall) -> float:
+    """Seconds per step that the CPU pays besides bytes, by the cost of every product (as `edgemoe wall` counts them)."""
+    weights, cpu = wall.machine.weights, wall.machine.cpu
+    assert weights is not None and cpu is not None
+    predicted = predict_cpu_decode(model, costs_of(limits.profile, limits.threads), wall.n_ctx, repack=False)
+    return max(predicted.seconds - (wall.fixed / weights.low + wall.routed[1] / cpu.low), 0.0)

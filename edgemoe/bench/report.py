@@ -1,0 +1,210 @@
+"""A report as figures: one row per side of each case, the bars that the tier is held to, and one JSON object."""
+
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from edgemoe.bench.case import Outcome, Side, spread
+from edgemoe.bench.ssd import Report, Result
+from edgemoe.units import format_bytes
+
+SPEEDUP, REPLAY, LONGEST, WALL, EARLY = 5.0, 0.85, 1.2, 0.20, 0.80
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Where a step of the tier goes, in seconds, and what it reads. Medians over rounds.
+
+    `replay_s`: the same reads without inference. `early`: the share of reads that were issued a layer early.
+    """
+
+    wait_s: float
+    compute_s: float
+    policy_s: float
+    replay_s: float | None
+    read_bytes: float
+    reads: float
+    early: float
+    in_time: float | None  # share of the early reads
+    hit_rate: float | None
+
+    @property
+    def replay_share(self) -> float | None:
+        """The replay's time over the wait: 1 where the tier adds nothing to the disk. Of demand reads only."""
+        if self.replay_s is None or not self.wait_s or self.early:
+            return None
+        return self.replay_s / self.wait_s
+
+    @property
+    def hidden(self) -> float | None:
+        """The share of the time that reads take which computing hid."""
+        if not self.replay_s or not self.early:
+            return None
+        return max(1 - self.wait_s / self.replay_s, 0.0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One side of one case. `step_s` decodes a token of each stream."""
+
+    load: str
+    streams: int
+    policy: str
+    engine: str
+    config: str
+    tokens_per_s: float
+    spread: float
+    step_s: float
+    rounds: int
+    steps: int
+    slots: int | None
+    reading: Reading | None
+    fetched_bytes: float | None  # mmap: from the disk per step, as the kernel counts
+    group_peak: int | None
+    problem: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something that the tier is held to. `holds` is None where it could not be measured."""
+
+    what: str
+    value: float | None
+    bar: str
+    holds: bool | None
+    why: str = ""
+
+
+def rows_of(result: Result) -> list[Row]:
+    outcome = result.outcome
+    return [_row(outcome, side) for side in (outcome.streamed, outcome.mapped) if side is not None]
+
+
+def _row(outcome: Outcome, side: Side) -> Row:
+    case, ours = outcome.case, side is outcome.streamed
+    rates = side.tokens_per_s(case.streams)
+    return Row(
+        load=case.load,
+        streams=case.streams,
+        policy=case.policy_name if ours else "",
+        engine="edgemoe" if ours else "mmap",
+        config=str(side.described.get("config", "")),
+        tokens_per_s=median(rates) if rates else 0.0,
+        spread=spread(rates) if rates else 0.0,
+        step_s=case.streams / median(rates) if rates else 0.0,
+        rounds=len(rates),
+        steps=sum(len(one.seconds) for one in side.rounds),
+        slots=side.described.get("slots"),
+        reading=_reading(side) if ours and rates else None,
+        fetched_bytes=side.median("fetched_bytes") if not ours and rates else None,
+        group_peak=side.peak,
+        problem=side.problem,
+    )
+
+
+def _reading(side: Side) -> Reading:
+    total = {
+        name: sum(one.counted[name] for one in side.rounds)
+        for name in ("demand_reads", "prefetch_reads", "prefetch_in_time", "loads", "hits")
+    }
+    replays = [one.replay_s / len(one.seconds) for one in side.rounds if one.replay_s is not None]
+    reads, early = total["demand_reads"] + total["prefetch_reads"], total["prefetch_reads"]
+    return Reading(
+        wait_s=side.median("demand_wait_s"),
+        compute_s=side.median("compute_s"),
+        policy_s=side.median("policy_s"),
+        replay_s=median(replays) if replays else None,
+        read_bytes=median((one.per_step("demand_bytes") + one.per_step("prefetch_bytes")) for one in side.rounds),
+        reads=median((one.per_step("demand_reads") + one.per_step("prefetch_reads")) for one in side.rounds),
+        early=early / reads if reads else 0.0,
+        in_time=total["prefetch_in_time"] / early if early else None,
+        hit_rate=total["hits"] / total["loads"] if total["loads"] else None,
+    )
+
+
+def over_longest(row: Row) -> float | None:
+    """A step over the longer of its reads' time and its computing."""
+    reading = row.reading
+    if reading is None or reading.replay_s is None:
+        return None
+    return row.step_s / max(reading.replay_s, reading.compute_s)
+
+
+def bars(report: Report) -> list[Bar]:
+    """What is promised of the tier, and whether this run keeps it."""
+    found = []
+    for result in report.results:
+        ours, name = rows_of(result)[0], result.outcome.case.name
+        reading = ours.reading
+        if reading is None:
+            found.append(Bar(name, None, "measured", None, ours.problem))
+            continue
+        if result.outcome.case.beside_mmap and ours.streams == 1:
+            found.append(_speedup(report, result, name))
+        if (share := reading.replay_share) is not None:
+            found.append(Bar(f"{name}: the same reads alone / the wait", share, f"≥ {REPLAY:.0%}", share >= REPLAY))
+        if reading.early >= EARLY and (longest := over_longest(ours)) is not None:
+            found.append(Bar(f"{name}: step / max(reads, computing)", longest, f"≤ {LONGEST}", longest <= LONGEST))
+        if result.prediction is not None and result.outcome.case.forced:
+            error = result.prediction.error(ours.tokens_per_s)
+            near = abs(error) <= WALL or result.prediction.outside(ours.tokens_per_s) == 0
+            found.append(Bar(f"{name}: measured / the wall − 1", error, f"within {WALL:.0%} or its range", near))
+    return found
+
+
+def _speedup(report: Report, result: Result, name: str) -> Bar:
+    times = result.outcome.speedup
+    theirs = result.outcome.mapped
+    why = report.no_mmap or (theirs.problem if theirs else "")
+    large = report.model_bytes >= 2.45 * report.limit
+    if not large and not why:
+        why = f"the model is only {report.model_bytes / report.limit:.2f} × the memory: the bar is for 2.5 ×"
+    holds = None if times is None or not large else times >= SPEEDUP
+    return Bar(f"{name}: × mmap in {format_bytes(report.limit)}", times, f"≥ {SPEEDUP:g}", holds, why)
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Everything that was measured. Seconds, bytes, bytes per second, shares."""
+    limits = report.limits
+    return {
+        "model": {
+            "bytes": report.model_bytes,
+            "layers": report.n_layers,
+            "fields": report.shape.fields,
+            "real_widths": report.shape.real_widths,
+        },
+        "memory": {
+            "limit": report.limit,
+            "ratio": report.model_bytes / report.limit,
+            "no_mmap": report.no_mmap or None,
+        },
+        "limits": {
+            "disk_bytes_per_s": limits.disk,
+            "disk_bytes_per_s_after": report.disk_after,
+            "sequential_bytes_per_s": float(limits.ssd.sequential),
+            "read_bytes": limits.piece,
+            "disk": limits.ssd.label,
+            "rates": {tier: asdict(speed) for tier, speed in limits.machine.speeds.items()},
+        },
+        "threads": report.threads,
+        "readers": report.readers,
+        "quick": report.quick,
+        "trace": report.trace.name,
+        "cases": [_case_json(result) for result in report.results],
+        "bars": [asdict(bar) for bar in bars(report)],
+        "quality": [point.as_json() for point in report.quality],
+    }
+
+
+def _case_json(result: Result) -> dict[str, Any]:
+    rows = rows_of(result)
+    ours = rows[0]
+    return {
+        "name": result.outcome.case.name,
+        "sides": [asdict(row) for row in rows],
+        "speedup": result.outcome.speedup,
+        "replay_share": ours.reading.replay_share if ours.reading else None,
+        "hidden": ours.reading.hidden if ours.reading else None,
+        "over_longest": over_longest(ours),
+        "wall": asdict(result.prediction) if result.prediction else None,
+    }

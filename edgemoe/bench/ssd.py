@@ -1,0 +1,189 @@
+"""`edgemoe bench ssd`: the SSD tier beside mmap, beside the disk, beside the wall's prediction; all in one run.
+
+Cases run one after the other; within a case, both sides take turns. Everything is a median over rounds.
+"""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from edgemoe.bench import case, quality
+from edgemoe.bench.case import Case, Outcome, Setting
+from edgemoe.bench.limits import Limits, Prediction, Watch, measure_limits, predict, probe_disk
+from edgemoe.bench.loads import Shape, fit_trace, forced_ids, shape_of, written
+from edgemoe.bench.memory_group import Hierarchy, find_hierarchy
+from edgemoe.errors import UserError
+from edgemoe.llamacpp.session import default_threads
+from edgemoe.machine.memory import ram
+from edgemoe.machine.profile import Profile
+from edgemoe.model import Model
+from edgemoe.policy import Policy, preset
+from edgemoe.tracing import Trace, load_trace
+from edgemoe.units import format_bytes
+from edgemoe.wall.batch import MIN_STEPS
+
+RATIO = 2.5  # the model over the memory that both sides have
+RANDOM = "random router"
+STREAMS = (1, 8, 32)
+# Both issue reads a layer early. Speculative routing executes what was prefetched; exact prefetching may be in vain.
+EARLY: dict[str, Policy] = {"speculative": preset("speculative"), "exact-prefetch": preset("exact-prefetch")}
+_DEMO_TOKENS = 2048  # of each of the demo model's four texts
+_SPARE = 1 << 31
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a person asks for. `ram`: bytes for each side, `model / 2.5` unless given. `trace`: recorded routing, the
+    demo model's unless given."""
+
+    directory: Path
+    size: int = 4_000_000_000
+    ram: int | None = None
+    trace: Path | None = None
+    profile: Profile | None = None
+    keep: bool = False
+    quick: bool = False
+    streams: tuple[int, ...] = STREAMS
+    threads: int = field(default_factory=default_threads)
+    readers: int = 8
+
+    @property
+    def effort(self) -> case.Effort:
+        return case.QUICK if self.quick else case.Effort()
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case with what the wall says of it."""
+
+    outcome: Outcome
+    prediction: Prediction | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of a run. `no_mmap` says why nothing stands beside, where nothing does. `disk_after` is the disk's rate when
+    all was over, to be held against the first probe."""
+
+    shape: Shape
+    model_bytes: int
+    n_layers: int
+    limit: int
+    limits: Limits
+    trace: Trace
+    threads: int
+    readers: int
+    quick: bool
+    results: Sequence[Result]
+    quality: Sequence[quality.Point]
+    no_mmap: str
+    disk_after: float
+
+
+def bench_ssd(settings: Settings, watch: Watch) -> Report:
+    """Measure everything. `watch(what, total, unit)` gives the progress callback of a part.
+
+    An interrupt leaves nothing behind: no model (unless kept), no process, no control group. Raises `UserError` for a
+    directory, size, budget or trace that does not do.
+    """
+    trace = _trace(settings, watch)
+    shape = shape_of(settings.size, trace.n_experts, trace.top_k)
+    limit = settings.ram or round(shape.nbytes / RATIO)
+    _check(settings, trace, limit)
+    hierarchy = find_hierarchy()
+    with ExitStack() as held:
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="edgemoe-bench-")))
+        with watch("writing the model", shape.nbytes, "bytes") as advance:
+            model = held.enter_context(written(shape, settings.directory, settings.keep, advance))
+        fitted = fit_trace(trace, model.geometry.n_layers)
+        limits = measure_limits(model, settings.readers, settings.threads, settings.quick, watch, settings.profile)
+        place = None if isinstance(hierarchy, str) else hierarchy
+        setting = Setting(model.files[0], limit, settings.threads, settings.readers, place, settings.effort)
+        results = [_run(one, setting, model, limits, fitted, watch) for one in _cases(fitted, settings.streams, folder)]
+        points = quality.measure_quality(quality.QUICK if settings.quick else quality.Extent(), settings.threads, watch)
+        after = probe_disk(model.files[0], settings.readers, True, watch)
+        return Report(
+            shape=shape,
+            model_bytes=model.geometry.file_bytes,
+            n_layers=model.geometry.n_layers,
+            limit=limit,
+            limits=limits,
+            trace=fitted,
+            threads=settings.threads,
+            readers=settings.readers,
+            quick=settings.quick,
+            results=results,
+            quality=points,
+            no_mmap=_why_not(hierarchy),
+            disk_after=after.random_expert(limits.piece, settings.readers),
+        )
+
+
+def _why_not(hierarchy: Hierarchy | str) -> str:
+    return hierarchy if isinstance(hierarchy, str) else ""
+
+
+def _trace(settings: Settings, watch: Watch) -> Trace:
+    """The routing to replay: the person's, or the demo model's on its four texts."""
+    if settings.trace is not None:
+        return load_trace(settings.trace)
+    from edgemoe.data import DOMAINS
+    from edgemoe.demo import demo_file, demo_model
+    from edgemoe.tracing.capture import Settings as Capture
+    from edgemoe.tracing.capture import capture
+    from edgemoe.tracing.texts import Source
+
+    with tempfile.TemporaryDirectory(prefix="edgemoe-bench-") as folder:
+        out = Path(folder) / "demo.npz"
+        sources = [Source(domain, demo_file(f"{domain}.txt")) for domain in DOMAINS]
+        tokens = _DEMO_TOKENS // (4 if settings.quick else 1)
+        report = capture(
+            demo_model(),
+            sources,
+            out,
+            Capture(max_tokens=tokens, n_threads=settings.threads),
+            watch=lambda total: watch("tracing the demo model", total, "tokens"),
+        )
+        if report.partial:
+            raise KeyboardInterrupt
+        return load_trace(out)
+
+
+def _check(settings: Settings, trace: Trace, limit: int) -> None:
+    if not settings.directory.is_dir():
+        raise UserError(f"--dir {settings.directory}: no such directory")
+    need = MIN_STEPS * max(settings.streams)
+    if trace.n_tokens < need:
+        raise UserError(
+            f"{trace.name}: {trace.n_tokens:,} tokens, and {max(settings.streams)} streams need {need:,}: trace more"
+        )
+    free = ram().available
+    if 2 * limit + _SPARE > free:
+        raise UserError(
+            f"both sides of {format_bytes(limit)} and 2 GiB to spare do not fit into the {format_bytes(free)} that are "
+            "free: lower --ram or --size"
+        )
+
+
+def _cases(trace: Trace, streams: Sequence[int], folder: Path) -> Iterator[Case]:
+    exact = preset("exact-lru")
+    yield Case(RANDOM, 1, "exact-lru", exact)
+    for count in streams:
+        ids = folder / f"{count}.npy"
+        np.save(ids, forced_ids(trace, count))
+        yield Case(trace.name, count, "exact-lru", exact, str(ids))
+    for name, policy in EARLY.items():
+        yield Case(RANDOM, 1, name, policy, beside_mmap=False)
+
+
+def _run(one: Case, setting: Setting, model: Model, limits: Limits, trace: Trace, watch: Watch) -> Result:
+    with watch(one.name, case.n_steps(setting.effort), "rounds") as advance:
+        outcome = case.run(one, setting, advance)
+    slots = outcome.streamed.described.get("slots")
+    if slots is None or one.policy != preset("exact-lru"):
+        return Result(outcome, None)
+    return Result(outcome, predict(model, limits, one.streams, slots, one.n_ctx, trace if one.forced else None))

@@ -1,0 +1,196 @@
+"""What `edgemoe bench ssd` prints: every figure beside its limit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from edgemoe.bench.report import Row
+    from edgemoe.bench.ssd import Report
+
+
+def show(report: Report) -> None:
+    """Print a report: what was run and its limits, the cases, where steps go, the wall, quality, and the bars."""
+    from edgemoe.cli.output import console, say, say_notes
+
+    out = console()
+    say(out, _head(report))
+    for made in (_cases(report), _readings(report), _wall(report), _quality(report), _bars(report)):
+        out.print("", made)
+    out.print("")
+    say_notes(out, _notes(report), ())
+
+
+def _head(report: Report) -> str:
+    from edgemoe.units import format_bytes
+
+    limits = report.limits
+    return (
+        f"{format_bytes(report.model_bytes)} of model, {report.n_layers} layers of {report.trace.n_experts} experts, "
+        f"in {format_bytes(report.limit)} of memory ({report.model_bytes / report.limit:.2f} ×); "
+        f"{report.threads} threads, {report.readers} reads in flight\n"
+        f"{limits.ssd.label}: {format_bytes(limits.disk)}/s in random reads of {format_bytes(limits.piece)} "
+        f"({format_bytes(report.disk_after)}/s at the end)"
+    )
+
+
+def _cases(report: Report) -> Table:
+    from edgemoe.bench.report import rows_of
+    from edgemoe.cli.output import table
+    from edgemoe.units import format_bytes
+
+    made = table("tok/s, all streams", "streams", "policy", "tok/s", "×", "rounds", "slots", "memory", "config")
+    for result in report.results:
+        for row in rows_of(result):
+            times = result.outcome.speedup if row.engine == "edgemoe" else None
+            if row.problem:
+                made.add_row(_load(row), str(row.streams), row.policy, "–", "", "", "", "", "")
+                continue
+            made.add_row(
+                _load(row),
+                str(row.streams),
+                row.policy,
+                f"{row.tokens_per_s:.3g} ±{row.spread:.0%}",
+                f"{times:.1f}" if times else "",
+                str(row.rounds),
+                str(row.slots or ""),
+                format_bytes(row.group_peak) if row.group_peak else "",
+                row.config,
+            )
+    return made
+
+
+def _readings(report: Report) -> Table:
+    """Where a step goes. The limit of reading is the disk's rate."""
+    from edgemoe.bench.report import over_longest, rows_of
+    from edgemoe.cli.output import table
+    from edgemoe.units import format_bytes
+
+    made = table(
+        *("ms per step", "step", "compute", "wait", "policy", "reads alone", "alone / wait", "early", "hidden"),
+        *("step / longest", "read", "of the disk", "hits"),
+    )
+    for result in report.results:
+        row = rows_of(result)[0]
+        reading = row.reading
+        if reading is None:
+            continue
+        rate = reading.read_bytes / reading.replay_s if reading.replay_s else None
+        made.add_row(
+            result.outcome.case.name,
+            *(_ms(value) for value in (row.step_s, reading.compute_s, reading.wait_s, reading.policy_s)),
+            _ms(reading.replay_s),
+            _share(reading.replay_share),
+            _share(reading.early),
+            _share(reading.hidden),
+            _times(over_longest(row)),
+            format_bytes(reading.read_bytes),
+            _share(rate / report.limits.disk if rate else None),
+            _share(reading.hit_rate),
+        )
+    return made
+
+
+def _wall(report: Report) -> Table:
+    from edgemoe.bench.report import rows_of
+    from edgemoe.cli.output import table
+
+    made = table(
+        *("tok/s beside the wall", "measured", "wall", "measured / wall − 1", "wall's range", "reads ms", "compute ms"),
+        *("union", "hits: wall", "hits: run", "mmap"),
+    )
+    for result in report.results:
+        rows, said = rows_of(result), result.prediction
+        if said is None or rows[0].reading is None:
+            continue
+        measured = rows[0].tokens_per_s
+        made.add_row(
+            result.outcome.case.name,
+            f"{measured:.3g}",
+            f"{said.wall:.3g}",
+            f"{said.error(measured):+.0%}",
+            f"{said.least:.3g}–{said.most:.3g}",
+            _ms(said.read_s),
+            _ms(said.compute_s),
+            f"{said.union:.1f}",
+            f"{said.hit_rate:.0%}",
+            _share(rows[0].reading.hit_rate),
+            f"{rows[1].tokens_per_s:.3g}" if len(rows) > 1 and not rows[1].problem else "–",
+        )
+    return made
+
+
+def _quality(report: Report) -> Table:
+    from edgemoe.cli.output import table
+    from edgemoe.units import format_bytes
+
+    made = table(
+        *("demo model", "resident", "slots", "reads / token", "read / token", "ms / token", "KL", "perplexity"),
+        *("(exact)", "same top-1", "replaced", "config"),
+    )
+    for point in report.quality:
+        found = point.divergence
+        made.add_row(
+            point.policy,
+            point.residency,
+            str(point.slots),
+            f"{point.reads:.2f}",
+            format_bytes(point.read_bytes),
+            _ms(point.token_s),
+            f"{found.kl.mean():.4f}",
+            f"{found.perplexity:.2f}",
+            f"{found.perplexity_exact:.2f}",
+            f"{found.agree.mean():.1%}",
+            f"{found.replaced.mean():.1f}",
+            point.config,
+        )
+    return made
+
+
+def _bars(report: Report) -> Table:
+    from edgemoe.bench.report import bars
+    from edgemoe.cli.output import table
+
+    made = table("held to", "measured", "bar", "", left=("bar",))
+    for bar in bars(report):
+        verdict = "–" if bar.holds is None else "holds" if bar.holds else "MISSED"
+        value = "–" if bar.value is None else f"{bar.value:.2f}"
+        made.add_row(bar.what, value, bar.bar, verdict + (f" ({bar.why})" if bar.why else ""))
+    return made
+
+
+def _notes(report: Report) -> list[str]:
+    from edgemoe.bench.report import rows_of
+
+    notes = []
+    if report.quick:
+        notes.append("a quick run: rounds are too short to be quoted")
+    if report.no_mmap:
+        notes.append(f"nothing stands beside: {report.no_mmap}")
+    if not report.shape.real_widths:
+        notes.append("experts are narrower than Qwen3-30B-A3B's, because --size holds too few layers of real ones")
+    problems = [
+        f"{result.outcome.case.name}, {row.engine}: {row.problem}"
+        for result in report.results
+        for row in rows_of(result)
+        if row.problem
+    ]
+    return [*notes, *problems, "± is half the range of the rounds over their median"]
+
+
+def _load(row: Row) -> str:
+    return row.load if row.engine == "edgemoe" else f"{row.load}: mmap"
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{1e3 * seconds:.2f}" if seconds < 0.1 else f"{1e3 * seconds:,.0f}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def _times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
