@@ -80,7 +80,7 @@ def insert(  # type: ignore[no-untyped-def]
     free = (slot >= 0) & (barred == 0) & (spared == 0)
     least = tl.min(tl.where(free, priority, NOTHING), 0)
     found = tl.min(tl.where(free & (priority == least), named, NOTHING), 0)
-    if FALLBACK:
+    if FALLBACK:  # noqa: SIM102 (the one is known to the compiler, the other to the device)
         if found == NOTHING:
             free = (slot >= 0) & (barred == 0)
             least = tl.min(tl.where(free, priority, NOTHING), 0)
@@ -152,7 +152,8 @@ def reroute(key, slot, log_keep, index, K: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit
 def part2(  # type: ignore[no-untyped-def]
-    z, slot, protected, predicted, n_predicted, priority, clock, range_sum, scale, lam, log_keep, log_gate, index, copies,
+    z, slot, protected, predicted, n_predicted, priority, clock, range_sum, scale, lam, log_keep, log_gate, index,
+    copies,
     ROUTING: tl.constexpr, RUNNING: tl.constexpr, ELIDED: tl.constexpr, K: tl.constexpr, J: tl.constexpr
 ):  # fmt: skip
     """Part 2, lines 13–19, on the router's scores z [EP]: demand copies to `copies` [K, 2] as (expert, slot).
@@ -202,8 +203,8 @@ def update(recency, uses, fast, slow, chosen, own, clock):  # type: ignore[no-un
 
 @triton.jit
 def mixing_weights(z, given, chosen, factor, WEIGHTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What each expert's output is multiplied with, [EP] float32: no decision, so no bits are promised across devices."""
-    if WEIGHTS == SOFTMAX or WEIGHTS == SOFTMAX_OVER_EXECUTED:
+    """What each expert's output is multiplied with, [EP] float32: no decision, so no bits are promised elsewhere."""
+    if WEIGHTS < GIVEN:
         # Where every score is −inf, all weights are zero rather than no number.
         gate = tl.exp(z - tl.maximum(tl.max(z, 0), -3.0e38))
     else:

@@ -125,7 +125,7 @@ def _packed_priority(c: Cache) -> np.ndarray:  # [L, E] int32
 
 
 def differences(one: np.ndarray, other: np.ndarray, layers: slice = slice(None)) -> list[str]:
-    """The fields in which two blocks differ in these layers, bit for bit; empty where they will decide alike for ever."""
+    """The fields in which two blocks differ in these layers, bit for bit; none: they decide alike for ever."""
     a, b = view(one), view(other)
     found = [name for name in COMPARED if getattr(a, name)[layers].tobytes() != getattr(b, name)[layers].tobytes()]
     for layer in range(a.n_layers)[layers]:

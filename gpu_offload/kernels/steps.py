@@ -67,8 +67,8 @@ def step(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Part 2 of `layer` (if SELECTS), then the freeze (FREEZES) and part 1 (PREFETCHES) of layer `following`.
 
-    State: ints [L, 8, EP], reals [L, 3, EP], words [L, 4], scales [L, 2] (see `layout`). scores [E] of `layer`, given [E]
-    its gates where WEIGHTS says so, pregate [E] the scores that predict `following`. Out, in the rows of the layers
+    State: ints [L, 8, EP], reals [L, 3, EP], words [L, 4], scales [L, 2] (see `layout`). scores [E] of `layer`, given
+    [E] its gates where WEIGHTS says so, pregate [E] the scores that predict `following`. Out, in the rows of the layers
     concerned: executed, slots, own_list [L, WIDTH] int32, weights [L, WIDTH] float32, copies [L, WIDTH + BUDGET, 2]
     int32 as (expert, slot), counts [L, 3].
     """
