@@ -249,9 +249,8 @@ def _turn(ctl, state, layer, tensor):  # type: ignore[no-untyped-def]
     # A layer may execute more than is kept. What exceeds it is one layer's at a time.
     wanted[:] = 0
     keeping.make_room(ctl, layer - 1 if layer > 0 else layers - 1, ctl[w.KEEP], wanted)
-    keeping.make_room(ctl, layer, ctl[w.LIMIT], needed)
+    keeping.make_room(ctl, layer, ctl[w.KEEP] if distinct <= ctl[w.KEEP] else ctl[w.LIMIT], needed)
     _mirror(ctl, layer, needed, asked[layer])
-    keeping.make_room(ctl, layer, max(ctl[w.KEEP], distinct), needed)  # while the disk is busy
     if ctl[w.SINGLE] and layer + 1 < layers:
         _prepare(ctl, state, layer + 1, streams, wanted, asked[layer + 1])
     decided = reads.now(clock)
