@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from edgemoe.errors import UserError
-from edgemoe.generation.engine import EngineStats
+from edgemoe.generation.engine import EngineStats, Observer
 from edgemoe.generation.options import Options
 from edgemoe.gpu_offload.cpu import CpuExecutor
 from edgemoe.gpu_offload.decisions import Decisions
@@ -43,6 +43,7 @@ DEFAULT_CTX = 4096
 DEFAULT_CHUNK = 128
 MAX_CHUNK = 512
 DEVICES = ("cpu", "cuda")
+OBSERVED = ("executed", "scores", "pregate")  # what an observer is told of each token
 _SNAPSHOTS = 512  # the oldest go: a rewind before them starts anew
 
 
@@ -53,8 +54,9 @@ class OffloadEngine(Speaker):
     vram (bytes on the device) choose C; with neither, as many as fit. calibration: warm set, bonus scale and token
     prior of this model; without it the warm set is experts 0 … C − 1, the scale a running mean, and there is no prior.
     chunk: tokens of a prompt that go through a layer together. dtype: how weights and KV cache are stored. record: keep
-    each step's decisions (`records`). verify_slots: after each step compare every slot with the expert that it should
-    hold. `advance` is told of the bytes that loading reads: `edgemoe.gpu_offload.weights.load_bytes` in all.
+    each step's decisions (`records`), in memory; observer: tell it of each instead. verify_slots: after each step
+    compare every slot with the expert that it should hold. `advance` is told of the bytes that loading reads:
+    `edgemoe.gpu_offload.weights.load_bytes` in all.
 
     A prompt that is given again goes back to the logical cache of its beginning (`rewind`), so it gives the same text
     under steered policies too. Raises `UserError`, one line, for what is missing, damaged, not implemented, or does not
@@ -75,6 +77,7 @@ class OffloadEngine(Speaker):
         chunk: int = DEFAULT_CHUNK,
         dtype: str = "bfloat16",
         record: bool = False,
+        observer: Observer | None = None,
         verify_slots: bool = False,
         advance: Advance = no_progress,
     ) -> None:
@@ -87,7 +90,7 @@ class OffloadEngine(Speaker):
         self._n_ctx = n_ctx or min(DEFAULT_CTX, self.shape.n_ctx or DEFAULT_CTX)
         self.chunk = min(chunk, self._n_ctx)
         self.n_threads = n_threads or torch.get_num_threads()
-        self._record, self._verify = record, verify_slots
+        self._record, self._observer, self._verify = record, observer, verify_slots
         self.records: list[dict[str, np.ndarray]] = []
         self._position = self._tokens = 0
         self._seconds = 0.0
@@ -250,13 +253,20 @@ class OffloadEngine(Speaker):
             raise
         finally:
             self._seconds += time.perf_counter() - start
-        if self._record:
-            self.records.append({"tokens": tokens.copy(), **executor.record(len(tokens))})
+        if self._record or self._observer:
+            self._tell(tokens)
         self._position += len(tokens)
         self._tokens += len(tokens)
         if self._verify:
             executor.verify()
         return logits
+
+    def _tell(self, tokens: np.ndarray) -> None:
+        told = self.executor.record(len(tokens))
+        if self._record:
+            self.records.append({"tokens": tokens.copy(), **told})
+        if self._observer:
+            self._observer.decoded(tokens.copy(), {name: told[name] for name in OBSERVED if name in told})
 
     def _remember(self) -> None:
         """Keep the logical cache of this position, where a chunk begins: a rewind starts from such a place."""
@@ -285,6 +295,8 @@ class OffloadEngine(Speaker):
         self._snapshots.clear()
         self._position = 0
         self.executor.reset()
+        if self._observer:
+            self._observer.reset()
 
     def verify(self) -> None:
         """Raise `UserError` unless every slot holds the bytes of its expert."""
