@@ -78,10 +78,13 @@ def freeze(c: Cache, layer: int) -> None:
 
 @kernel
 def victim(c: Cache, layer: int) -> int:
-    """Lines 9 and 17: arg min of p over R \\ (S ∪ B), or over R \\ S if that set is empty. In part 1, S is empty."""
+    """Lines 9 and 17: arg min of p over R \\ (S ∪ B), or over R \\ S if that set is empty. In part 1, S is empty.
+
+    R without pinned experts, which keep the first slots of their layer.
+    """
     best = spared = -1
     for j in range(c.n_experts):
-        if c.slot_of[layer, j] < 0 or c.chosen[j]:
+        if c.slot_of[layer, j] < c.pinned[layer] or c.chosen[j]:  # not resident, or pinned, or in S
             continue
         if c.protected[layer, j]:
             if spared < 0 or c.priority[layer, j] < c.priority[layer, spared]:

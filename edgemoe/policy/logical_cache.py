@@ -81,12 +81,15 @@ class LogicalCache:
         delta: np.ndarray | None = None,
         warm: np.ndarray | None = None,
         prior: np.ndarray | TokenRows | None = None,
+        pinned: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Make the cache and reset it.
 
         top_k: one for all layers, or one per layer. delta: [L] float32, Δ̄ on held-out text. warm: [L, m] experts on
         held-out text, most frequent first; the first C are the warm set, padded by lowest index. prior: [L, V, E]
-        float32, how often layer l routes token x to each expert on held-out text, or what gives its rows.
+        float32, how often layer l routes token x to each expert on held-out text, or what gives its rows. pinned: per
+        layer, experts that are resident and never evicted, in slots of their own before the C that the policy works
+        with (a layer has no more slots than experts). Without them this is Algorithm 1 as the paper has it.
 
         Raises `UserError` where the policy, the model and the capacity do not fit, or a needed Δ̄ is missing.
         """
@@ -94,13 +97,16 @@ class LogicalCache:
         policy.check(n_experts, int(ks.max()), capacity)
         if delta is None and policy.uses_bonus and policy.scale == "fixed" and policy.lam > 0:
             raise UserError("a fixed bonus scale needs Δ̄ of every layer: give it, or use a running scale")
+        if pinned is not None:
+            _check_pinned(pinned, n_layers, n_experts)
         self.policy = policy
         self.prior = prior
         if delta is None:
             delta = np.zeros(n_layers, dtype=np.float32)
         if warm is None:
             warm = np.zeros((n_layers, 0), dtype=np.int64)
-        self.block = new_block(policy, ks, n_experts, capacity, np.asarray(delta, dtype=np.float32), np.asarray(warm))
+        scale = np.asarray(delta, dtype=np.float32)
+        self.block = new_block(policy, ks, n_experts, capacity, scale, np.asarray(warm), pinned)
         self.state = view(self.block)
         self.reset()
 
@@ -180,3 +186,11 @@ class LogicalCache:
     def _check_frozen(self, layer: int) -> None:
         if not self.state.frozen[layer]:
             raise RuntimeError(f"layer {layer} has already selected for this token: call begin_token first")
+
+
+def _check_pinned(pinned: Sequence[Sequence[int]], n_layers: int, n_experts: int) -> None:
+    if len(pinned) != n_layers:
+        raise UserError(f"experts are pinned in {len(pinned)} layers, the model has {n_layers}: give each its own")
+    for layer, experts in enumerate(pinned):
+        if len(set(experts)) != len(experts) or any(not 0 <= e < n_experts for e in experts):
+            raise UserError(f"layer {layer} pins experts {list(experts)}: expected each of 0 to {n_experts - 1} once")

@@ -5,6 +5,7 @@ because a snapshot of the whole policy is then one copy. `attach` is the only pl
 compiled and as plain Python alike.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +56,7 @@ class Cache(NamedTuple):
     clock: np.ndarray  # tokens finished since the reset
     frozen: np.ndarray  # whether `priority` is that of the current token
     n_predicted: np.ndarray  # how many experts part 1 predicted
+    pinned: np.ndarray  # how many experts are never evicted: those in the first slots
     scale: np.ndarray  # float32, Δ̄
     range_sum: np.ndarray  # float32, for the running Δ̄
     predicted: np.ndarray  # [L, E] int32, g[1:K]
@@ -73,7 +75,7 @@ class Cache(NamedTuple):
 def block_bytes(n_layers: int, n_experts: int) -> int:
     """Size of the block for L layers of E experts."""
     cells = n_layers * n_experts
-    words = HEADER + (1 + 7) * cells + 4 * n_layers + 8 * n_experts
+    words = HEADER + (1 + 7) * cells + 5 * n_layers + 8 * n_experts
     singles = 3 * cells + 2 * n_layers + n_experts + 3
     return 8 * words + 4 * singles
 
@@ -84,12 +86,12 @@ def attach(block: np.ndarray) -> Cache:
     head = block[: 8 * HEADER].view(np.int64)
     layers, experts = head[1], head[2]
     cells = layers * experts
-    words = block[8 * HEADER : 8 * (HEADER + 8 * cells + 4 * layers + 8 * experts)].view(np.int64)
+    words = block[8 * HEADER : 8 * (HEADER + 8 * cells + 5 * layers + 8 * experts)].view(np.int64)
     singles = block[8 * (HEADER + len(words)) :].view(np.float32)
     grids = words[: 7 * cells].reshape((7, layers, experts))
-    rows = words[7 * cells : 7 * cells + 4 * layers].reshape((4, layers))
-    lists = words[7 * cells + 4 * layers : 7 * cells + 4 * layers + 8 * experts].reshape((8, experts))
-    priority = words[7 * cells + 4 * layers + 8 * experts :].view(np.float64).reshape((layers, experts))
+    rows = words[7 * cells : 7 * cells + 5 * layers].reshape((5, layers))
+    lists = words[7 * cells + 5 * layers : 7 * cells + 5 * layers + 8 * experts].reshape((8, experts))
+    priority = words[7 * cells + 5 * layers + 8 * experts :].view(np.float64).reshape((layers, experts))
     reals = singles[: 3 * cells].reshape((3, layers, experts))
     scales = singles[3 * cells : 3 * cells + 2 * layers].reshape((2, layers))
     biased = singles[3 * cells + 2 * layers : 3 * cells + 2 * layers + experts]
@@ -100,7 +102,7 @@ def attach(block: np.ndarray) -> Cache:
         grids[0], grids[1], grids[2], grids[3], grids[4], grids[5],
         reals[0], reals[1], reals[2],
         priority,
-        rows[0], rows[1], rows[2], rows[3],
+        rows[0], rows[1], rows[2], rows[3], rows[4],
         scales[0], scales[1],
         grids[6],
         lists[0], lists[1], lists[2], lists[3], lists[4], lists[5], lists[6], lists[7],
@@ -128,6 +130,7 @@ def new_block(
     capacity: int,
     delta: np.ndarray,  # [L] float32
     warm: np.ndarray,  # [L, m]: experts, most frequent first
+    pinned: Sequence[Sequence[int]] | None = None,  # [L]: experts that have slots besides the `capacity`, for good
 ) -> np.ndarray:
     """A block for these layers under this policy, before its first reset."""
     n_layers = len(top_k)
@@ -155,6 +158,8 @@ def new_block(
     for layer in range(n_layers):
         ranked = [int(e) for e in dict.fromkeys(warm[layer].tolist())]
         cache.warm_rank[layer, ranked] = n_experts - np.arange(len(ranked))
-        padded = dict.fromkeys([*ranked, *range(n_experts)])
-        cache.warm_slot[layer, list(padded)[:capacity]] = np.arange(capacity)
+        pins = list(pinned[layer]) if pinned is not None else []
+        held = list(dict.fromkeys([*pins, *ranked, *range(n_experts)]))[: len(pins) + capacity]
+        cache.warm_slot[layer, held] = np.arange(len(held))
+        cache.pinned[layer] = len(pins)
     return block

@@ -22,13 +22,14 @@ def gap(best, z):
 
 
 class Layer:
-    def __init__(self, policy: Policy, n_experts, k, capacity, delta, warm, pi):
+    def __init__(self, policy: Policy, n_experts, k, capacity, delta, warm, pi, pins=()):
         self.policy, self.E, self.k, self.C = policy, n_experts, k, capacity
         self.delta, self.warm, self.pi = f32(delta), list(dict.fromkeys(warm)), pi
+        self.pins = list(pins)
         self.reset()
 
     def reset(self):
-        start = list(dict.fromkeys([*self.warm, *range(self.E)]))[: self.C]
+        start = list(dict.fromkeys([*self.pins, *self.warm, *range(self.E)]))[: len(self.pins) + self.C]
         self.slot = {e: s for s, e in enumerate(start)}
         self.fast = [f32(0)] * self.E
         self.slow = [f32(0)] * self.E
@@ -79,7 +80,7 @@ class Layer:
             if e in self.slot:
                 self.B.add(e)
             elif len(copies) < policy.budget:
-                copies.append(self.insert(e, set(self.slot) - self.B))
+                copies.append(self.insert(e, set(self.slot) - self.B - set(self.pins)))
                 self.B.add(e)
         return copies
 
@@ -114,9 +115,9 @@ class Layer:
         return executed, self.finish(executed, own)
 
     def finish(self, executed, own):
-        S, copies = set(executed), []
+        S, copies, pins = set(executed), [], set(self.pins)
         for e in sorted(S - set(self.slot)):
-            copies.append(self.insert(e, set(self.slot) - S - self.B or set(self.slot) - S))
+            copies.append(self.insert(e, set(self.slot) - S - self.B - pins or set(self.slot) - S - pins))
         self.tokens += 1
         for e in S:
             self.last_use[e] = self.tokens

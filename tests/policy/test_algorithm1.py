@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from policy_reference import Layer
 
+from edgemoe.errors import UserError
 from edgemoe.policy import LogicalCache, Policy
 
 VOCABULARY = 5
@@ -67,6 +68,9 @@ def cases(draw):
         "delta": (rng.uniform(0.1, 3, size=2) if kind == "smooth" else rng.integers(1, 4, size=2)).astype(np.float32),
         "warm": np.array([rng.permutation(n_experts)[: draw(st.integers(0, n_experts))] for _ in range(1)] * 2),
         "prior": rng.random((2, VOCABULARY, n_experts)).astype(np.float32) if draw(st.booleans()) else None,
+        "pinned": [
+            rng.permutation(n_experts)[: draw(st.sampled_from([0, 0, 1, n_experts // 2]))].tolist() for _ in "12"
+        ],
         "tokens": rng.integers(0, VOCABULARY, size=shape[1]),
         "resets": rng.random(shape[1]) < 0.1,
     }
@@ -85,10 +89,11 @@ def pair(case):
         delta=case["delta"],
         warm=warm,
         prior=prior,
+        pinned=case["pinned"],
     )
     layers = [
-        Layer(policy, n_experts, k, capacity, case["delta"][i], warm[i].tolist(), None if prior is None else prior[i])
-        for i in range(n_layers)
+        Layer(policy, n_experts, k, capacity, case["delta"][i], warm[i].tolist(), pi, case["pinned"][i])
+        for i, pi in enumerate(prior if prior is not None else [None] * n_layers)
     ]
     return cache, layers
 
@@ -150,8 +155,11 @@ def test_copies_keep_the_slots_a_bijection(case):
             experts, demanded = cache.select(i, case["scores"][i, t])
             for expert, slot in [*prefetched, *demanded]:
                 holds[i][slot] = expert
-            assert sorted(holds[i]) == list(range(case["capacity"]))
-            assert [holds[i][slot] for slot in range(case["capacity"])] == cache.resident(i)
+            pinned, n_experts = case["pinned"][i], case["scores"].shape[2]
+            slots = min(len(pinned) + case["capacity"], n_experts)
+            assert sorted(holds[i]) == list(range(slots))
+            assert [holds[i][slot] for slot in range(slots)] == cache.resident(i)
+            assert cache.resident(i)[: len(pinned)] == pinned
             assert set(experts) <= set(cache.resident(i))
             assert len(set(experts)) == len(experts) <= case["k"]
             if not case["policy"].elide:
@@ -224,6 +232,12 @@ def test_observing_the_routers_choice_is_selecting_exactly(case, scale):
             return
         assert observing.observe(0, experts) == copies
         assert observing.resident(0) == selecting.resident(0)
+
+
+def test_pinned_experts_must_be_experts_of_every_layer():
+    for pinned in ([[0]], [[0], [4]], [[0], [-1]], [[0], [1, 1]]):
+        with pytest.raises(UserError, match="pin"):
+            LogicalCache(Policy(), n_layers=2, n_experts=4, top_k=1, capacity=2, pinned=pinned)
 
 
 def test_a_token_without_an_id_has_no_prior():
