@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from edgemoe.model import Model
 
 FORMAT = "edgemoe calibration"
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)  # 1 has no hit rates
 _AGAIN = "run `edgemoe calibrate` again"
 _PRIOR = ("tokens", "totals", "starts", "cells", "counts")
 # What numpy, zipfile and json raise for bytes that are not theirs; zipfile takes a flipped bit for encryption, too.
@@ -40,7 +41,10 @@ _TYPES = {
     "starts": "i8",
     "cells": "u4",
     "counts": "u4",
+    "hit_capacities": "i4",
+    "hit_rates": "f4",
 }
+_HITS = ("hit_capacities", "hit_rates")
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +113,35 @@ class TokenPrior:
 
 
 @dataclass(frozen=True, eq=False)
+class HitRates:
+    """What caches of some sizes would hit on the calibration's text (`edgemoe.tracing.predict`)."""
+
+    policies: dict[str, str]  # preset → hash of its `Policy`, in the order of the rates
+    capacities: np.ndarray  # [C] int32 slots per layer, ascending
+    rates: np.ndarray  # [P, C] float32; NaN where the policy is not defined
+    n_tokens: int  # that were replayed
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for arrays that are no hit rates."""
+        if len(self.capacities) < 1 or np.any(np.diff(self.capacities) <= 0):
+            raise ValueError("the capacities of its hit rates do not ascend")
+        known = self.rates[~np.isnan(self.rates)]
+        if self.rates.shape != (len(self.policies), len(self.capacities)) or np.any((known < 0) | (known > 1)):
+            raise ValueError("its hit rates are not one share for each policy and capacity")
+
+    def at(self, policy_hash: str, capacity: int) -> float | None:
+        """The hit rate, between two sizes on the line from one to the other; None for what was not simulated."""
+        if policy_hash not in self.policies.values():
+            return None
+        rates = self.rates[list(self.policies.values()).index(policy_hash)]
+        known = ~np.isnan(rates)
+        sizes = self.capacities[known]
+        if not len(sizes) or not sizes[0] <= capacity <= sizes[-1]:
+            return None
+        return float(np.interp(capacity, sizes, rates[known]))
+
+
+@dataclass(frozen=True, eq=False)
 class Calibration:
     """Everything that Algorithm 1 takes from held-out text, of one model file.
 
@@ -126,6 +159,7 @@ class Calibration:
     settings: dict[str, Any] = field(default_factory=dict)
     n_tokens: int = 0  # T, BOS included
     dropped: tuple[int, int] = (0, 0)  # distinct tokens without a row for want of room, and their occurrences
+    hits: HitRates | None = None
     version: int = VERSION
 
     @property
@@ -170,6 +204,9 @@ class Calibration:
         }
         arrays = {name: getattr(self, name) for name in ("layers", "delta", "warm")}
         arrays |= {name: getattr(self.prior, name) for name in _PRIOR}
+        if self.hits:
+            meta |= {"hit_policies": self.hits.policies, "hit_tokens": self.hits.n_tokens}
+            arrays |= {"hit_capacities": self.hits.capacities, "hit_rates": self.hits.rates}
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             with temporary.open("wb") as file:
@@ -226,11 +263,13 @@ def load_calibration(path: str | Path, model: "str | Path | Model | None" = None
             meta = json.loads(str(archive["meta"]))
             if not isinstance(meta, dict) or meta.get("format") != FORMAT:
                 raise ValueError("its meta is another format's: is it a trace?")
-            if meta.get("version") != VERSION:
+            if meta.get("version") not in READABLE:
                 raise UserError(
-                    f"{path}: a calibration of version {meta.get('version')}, this edgemoe reads {VERSION}: {_AGAIN}"
+                    f"{path}: a calibration of version {meta.get('version')}, this edgemoe reads "
+                    f"{READABLE[0]} to {READABLE[-1]}: {_AGAIN}"
                 )
-            found = _assemble({name: _array(archive, name) for name in _TYPES}, meta)
+            wanted = [name for name in _TYPES if name not in _HITS or "hit_policies" in meta]
+            found = _assemble({name: _array(archive, name) for name in wanted}, meta)
     except FileNotFoundError:
         raise UserError(f"{path}: no such calibration file: `edgemoe calibrate` makes one") from None
     except IsADirectoryError:
@@ -249,7 +288,7 @@ def _array(archive: Any, name: str) -> np.ndarray:
     wanted = np.dtype(_TYPES[name])
     if array.dtype.kind != wanted.kind or array.dtype.itemsize > wanted.itemsize:
         raise ValueError(f"{name} holds {array.dtype}, expected {wanted}")
-    if array.ndim != (2 if name == "warm" else 1):
+    if array.ndim != (2 if name in ("warm", "hit_rates") else 1):
         raise ValueError(f"{name} has shape {array.shape}")
     return array
 
@@ -258,6 +297,10 @@ def _assemble(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> Calibratio
     n_experts = int(meta["num_experts"])
     shape = (len(arrays["layers"]), n_experts)
     dropped, occurrences = meta["dropped"]
+    hits = None
+    if "hit_policies" in meta:
+        policies = {str(name): str(value) for name, value in meta["hit_policies"].items()}
+        hits = HitRates(policies, arrays["hit_capacities"], arrays["hit_rates"], int(meta["hit_tokens"]))
     return Calibration(
         layers=arrays["layers"],
         n_experts=n_experts,
@@ -270,6 +313,8 @@ def _assemble(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> Calibratio
         settings=dict(meta["settings"]),
         n_tokens=int(meta["num_tokens"]),
         dropped=(int(dropped), int(occurrences)),
+        hits=hits,
+        version=int(meta["version"]),
     )
 
 

@@ -152,7 +152,7 @@ def rank(*first: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ({"meta": {"version": 2}}, "of version 2, this edgemoe reads 1"),
+        ({"meta": {"version": 3}}, "of version 3, this edgemoe reads 1 to 2"),
         ({"meta": {"format": "x"}}, "another format's"),
         ({"meta": None}, "no member meta"),
         ({"meta": np.array("[]")}, "another format's"),

@@ -12,8 +12,9 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,14 +23,15 @@ from edgemoe.errors import UserError
 from edgemoe.model import Model, read_model
 from edgemoe.progress import Advance, no_progress
 from edgemoe.tracing.capture import Settings, capture
+from edgemoe.tracing.members import blocks, layers, member
 from edgemoe.tracing.output import claim
+from edgemoe.tracing.predict import predict
 from edgemoe.tracing.texts import Source
 from edgemoe.tracing.tracefile import Trace
 from edgemoe.units import format_bytes
 
 MAX_ENTRIES = 1 << 24
 """Entries of the token prior at most: with counts of two bytes, 64 MiB in memory."""
-_BLOCK_BYTES = 1 << 24
 
 Layer = tuple[np.ndarray, np.ndarray]  # one layer's experts [T, k] and score ranges [≤ T]
 
@@ -45,7 +47,7 @@ def calibrate(
 ) -> Calibration:
     """Route `sources` through `model`, estimate, and write the calibration file `out`.
 
-    The scores are spooled to a folder beside `out`, 2 · T · L · (4E + 2k) bytes at most, which is removed whatever ends
+    The scores are spooled to a folder beside `out`, 2 · T · L · (8E + 2k) bytes at most, which is removed whatever ends
     the run. `watch` is called with what is to come, how much of it and in what unit, and gives the progress callback.
     An interrupt leaves nothing, and an existing `out` as it was. Raises `UserError` for everything that a person can
     mend, where possible before the model is loaded.
@@ -70,6 +72,8 @@ def calibrate(
             raise UserError(f"{model}: its routing fails the self-check ({report.failures[0]}): nothing was written")
         with zipfile.ZipFile(path) as archive, watch("counting", len(report.layers), "layers") as advance:
             found = _from_archive(archive, report.n_experts, advance)
+        with zipfile.ZipFile(path) as archive, watch("simulating", len(report.layers), "layers") as advance:
+            found = replace(found, hits=predict(archive, found, advance))
     found.save(out)
     return found
 
@@ -84,11 +88,12 @@ def calibration_of(trace: Trace, max_entries: int = MAX_ENTRIES) -> Calibration:
 
 
 def _scored(settings: Settings) -> Settings:
-    """Settings of the capture: scores, all layers, nothing that is not used."""
+    """Settings of the capture: scores, the pre-gate where there is one, all layers, nothing that is not used."""
     return Settings(
         n_ctx=settings.n_ctx,
         max_tokens=settings.max_tokens,
         scores=True,
+        pregate=None,
         n_gpu_layers=settings.n_gpu_layers,
         n_threads=settings.n_threads,
         n_ubatch=settings.n_ubatch,
@@ -98,7 +103,7 @@ def _scored(settings: Settings) -> Settings:
 def _check_room(folder: Path, n_tokens: int, model: Model) -> None:
     """Refuse a run whose spool, written once raw and once as an archive, does not fit on the disk."""
     g = model.geometry
-    needed = 2 * n_tokens * g.n_moe_layers * (4 * g.n_experts + 2 * g.top_k)
+    needed = 2 * n_tokens * g.n_moe_layers * (8 * g.n_experts + 2 * g.top_k)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
@@ -109,44 +114,10 @@ def _check_room(folder: Path, n_tokens: int, model: Model) -> None:
 
 def _from_archive(archive: zipfile.ZipFile, n_experts: int, advance: Advance) -> Calibration:
     """Estimate from a trace file without loading it."""
-
-    def member(name: str) -> np.ndarray:
-        with archive.open(f"{name}.npy") as file:
-            array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
-        return array
-
-    meta = json.loads(str(member("meta")))
-    with archive.open("experts.npy") as experts, archive.open("scores.npy") as scores:
-        layers = zip(_layers(experts), map(_ranges, _blocks(scores)), strict=True)
-        return estimate(
-            meta["model"], member("tokens"), member("layers"), n_experts, layers, meta, MAX_ENTRIES, advance
-        )
-
-
-def _shape(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
-    """The header of an npy member, [L, T, width] in C order as the spool writes it."""
-    np.lib.format.read_magic(file)
-    shape, _, dtype = np.lib.format.read_array_header_2_0(file)
-    return shape, dtype
-
-
-def _layers(file: IO[bytes]) -> Iterator[np.ndarray]:
-    """The layers [T, width] of a member in turn."""
-    (n_layers, n_tokens, width), dtype = _shape(file)
-    for _ in range(n_layers):
-        yield _read(file, n_tokens, width, dtype)
-
-
-def _blocks(file: IO[bytes]) -> Iterator[Iterator[np.ndarray]]:
-    """The layers of a member in turn, each as blocks [t, width]; take all of one layer before the next."""
-    (n_layers, n_tokens, width), dtype = _shape(file)
-    step = max(1, _BLOCK_BYTES // (width * dtype.itemsize))
-    for _ in range(n_layers):
-        yield (_read(file, min(step, n_tokens - at), width, dtype) for at in range(0, n_tokens, step))
-
-
-def _read(file: IO[bytes], count: int, width: int, dtype: np.dtype) -> np.ndarray:
-    return np.frombuffer(file.read(count * width * dtype.itemsize), dtype).reshape(count, width)
+    meta = json.loads(str(member(archive, "meta")))
+    found = zip(layers(archive, "experts"), map(_ranges, blocks(archive, "scores")), strict=True)
+    tokens, ids = member(archive, "tokens"), member(archive, "layers")
+    return estimate(meta["model"], tokens, ids, n_experts, found, meta, MAX_ENTRIES, advance)
 
 
 def _ranges(blocks: Iterator[np.ndarray]) -> np.ndarray:

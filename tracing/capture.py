@@ -39,7 +39,7 @@ class Settings:
     decode: bool = False  # one token at a time, as generation routes
     scores: bool = False
     weights: bool = False
-    pregate: bool = False
+    pregate: bool | None = False  # None: where the model offers one
     layers: tuple[int, ...] | None = None
     n_gpu_layers: int = 0
     n_threads: int | None = None

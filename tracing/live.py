@@ -5,7 +5,6 @@ spooled to disk, some at a time, so memory does not grow with the text.
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +96,9 @@ class LiveTrace:
                     return 0
                 with self._spool as spool:
                     count = spool.n_tokens
+                    if not count:
+                        spool.remove()
+                        return 0
                     starts = np.array(spool.windows(count)[0], np.int64)
                     layers = spool.member("experts", count)
                     wrong = failures(layers, spool.meta["num_experts"], starts, spool.layers, spool.tokens(count))
@@ -105,13 +107,6 @@ class LiveTrace:
             except OSError as error:
                 left = f"; what was captured is in {self._spool.path}" if self._spool else ""
                 raise UserError(f"{self.out}: cannot be written ({error.strerror}){left}") from None
-
-    def abandon(self) -> None:
-        """Write nothing and leave nothing."""
-        if self._spool is not None:
-            with suppress(OSError), self._spool as spool:
-                spool.remove()
-        self._spool, self._held = None, []
 
 
 def _own(scores: np.ndarray, executed: np.ndarray) -> np.ndarray:  # [L, T, k]

@@ -1,6 +1,6 @@
 """From the hub's taps to the spool: which rows make up the members of a trace, and in what shape."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,9 +18,10 @@ class Recorder:
     """Taps for the wanted members of the wanted routers."""
 
     def __init__(
-        self, hub: Hub, model: Model, routers: Sequence[Router], scores: bool, weights: bool, pregate: bool
+        self, hub: Hub, model: Model, routers: Sequence[Router], scores: bool, weights: bool, pregate: bool | None
     ) -> None:
-        """Raises `UserError` where the model's graph does not offer a wanted member."""
+        """Raises `UserError` where the model's graph does not offer a wanted member; a pre-gate of None is wanted where
+        there is one."""
         self.hub, self.model, self.routers = hub, model, list(routers)
         self.top_k = max(router.top_k for router in routers)
         self.n_experts = max([model.geometry.n_experts, *(router.n_experts for router in routers)])
@@ -32,14 +33,15 @@ class Recorder:
         self._weights: list[int] = []
         self._inputs: list[int] = []
         self._gates: list[PreGate | None] = []
+        self._must_gate = pregate is True
         if scores or pregate:
             self._want_scores()
         if scores:
             self.widths["scores"] = self.n_experts
         if weights:
             self._want_weights()
-        if pregate:
-            self._want_pregate()
+        if pregate is not False:
+            self._offer(self._want_pregate)
 
     def _tap(self, at: Reading, of_input: bool = False) -> int:
         tap = Tap(at, of_input)
@@ -64,13 +66,23 @@ class Recorder:
                 raise UserError(f"{self.model.path}: layer {router.layer} has no mixing weights: leave out --weights")
             self._weights.append(self._tap(router.weights))
 
+    def _offer(self, want: Callable[[], None]) -> None:
+        """Do what the pre-gate needs; without it go on, unless it was asked for."""
+        try:
+            want()
+        except UserError:
+            if self._must_gate:
+                raise
+            self._gates = []
+            self.widths.pop("pregate", None)
+
     def _want_pregate(self) -> None:
-        self.widths["pregate"] = self.n_experts
         for router in self.routers:
             if not isinstance(router.gate, Gate):
                 raise self._no_pregate(router.layer, router.gate)
             self._inputs.append(self._tap(router.gate.product, of_input=True))
             self._gates.append(PreGate.load(self.model, router.gate))
+        self.widths["pregate"] = self.n_experts
 
     def _no_pregate(self, layer: int, why: str) -> UserError:
         return UserError(
@@ -85,11 +97,14 @@ class Recorder:
             return
         with self.hub.capture():
             session.decode(tokens)
+        self._offer(lambda: self._recompute(len(tokens)))
+        session.clear()
+
+    def _recompute(self, n_tokens: int) -> None:
         for row, gate in enumerate(self._gates):
             assert gate is not None
-            if not gate.agrees(self.hub.rows(self._inputs[row]), self._score_rows(row, len(tokens))):
+            if not gate.agrees(self.hub.rows(self._inputs[row]), self._score_rows(row, n_tokens)):
                 raise self._no_pregate(self.routers[row].layer, "its scores cannot be recomputed from its input")
-        session.clear()
 
     def record(
         self, session: Session, spool: Spool, tokens: np.ndarray, position: int, decode: bool, advance: Advance

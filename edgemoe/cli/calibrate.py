@@ -11,6 +11,8 @@ import typer
 from edgemoe.cli.stopping import interrupt_on_sigterm
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from edgemoe.calibration import Calibration
 
 INTERRUPTED = 130
@@ -51,9 +53,10 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Estimate what steered routing takes from held-out text: warm set, bonus scale and token prior of every layer.
+    The presets are then simulated on that text, so that a run can set its hit rate beside a predicted one.
 
     The file fits the model file that it was made with, and is refused for another. While it runs, the router's scores
-    are spooled beside OUT: about 8 bytes per token, MoE layer and expert.
+    are spooled beside OUT: at most 16 bytes per token, MoE layer and expert.
 
     Exit code 130 if Ctrl-C or SIGTERM ended it: then nothing is written.
     """
@@ -101,10 +104,22 @@ def _print_json(found: Calibration, out: Path) -> None:
             "dropped_tokens": found.dropped[0],
             "dropped_occurrences": found.dropped[1],
         },
+        "hits": _hits(found),
         "texts": list(found.texts),
         "settings": found.settings,
     }
     print(json.dumps(fields, allow_nan=False))  # noqa: T201
+
+
+def _hits(found: Calibration) -> dict[str, Any] | None:
+    """The simulated hit rates, null where a preset is not defined."""
+    if found.hits is None:
+        return None
+    rates = {
+        name: [round(float(rate), 4) if rate == rate else None for rate in row]
+        for name, row in zip(found.hits.policies, found.hits.rates, strict=True)
+    }
+    return {"tokens": found.hits.n_tokens, "capacities": found.hits.capacities.tolist(), "rates": rates}
 
 
 def _print(found: Calibration, path: Path) -> None:
@@ -125,4 +140,10 @@ def _print(found: Calibration, path: Path) -> None:
             f"no room for {dropped:,} rarer tokens ({occurrences / found.n_tokens:.1%} of the text): their prior is "
             "zero, as for unseen ones",
         )
+    if hits := found.hits:
+        quarter = max(1, round(found.n_experts / 4))
+        rates = {name: hits.at(policy, quarter) for name, policy in hits.policies.items()}
+        said = ", ".join(f"{name} {rate:.1%}" for name, rate in rates.items() if rate is not None)
+        if said:
+            say(out, f"hit rate at 25% = {quarter} slots, simulated on {hits.n_tokens:,} of the tokens: {said}")
     say(out, f"next: edgemoe simulate TRACE --policy psr --calibration {path}")

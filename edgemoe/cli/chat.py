@@ -89,6 +89,7 @@ class _Conversation:
                     break
                 if line == "/reset":
                     self.messages = list(self.opening)
+                    self.writer.reset()
                 elif line in ("/help", "/?"):
                     print(_HELP, file=sys.stderr)  # noqa: T201
                 else:

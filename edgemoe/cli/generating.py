@@ -152,6 +152,21 @@ def probed_disk(writer: Writer) -> float | None:
     return ssd.random_expert(max(piece.length for piece in model.expert_slices(layer, 0))) if ssd else None
 
 
+def predicted(writer: Writer) -> dict[str, Any]:
+    """The hit rate that simulation predicted for this policy and capacity, or why there is none."""
+    engine, known = _streaming(writer), writer.calibration
+    if engine is None:
+        return {}
+    if known is None:
+        return {"unpredicted": "no calibration"}
+    if known.hits is None:
+        return {"unpredicted": "the calibration is of an earlier version: make it again"}
+    rate = known.hits.at(engine.policy.hash, engine.capacity)
+    if rate is None:
+        return {"unpredicted": "the calibration covers presets as they are"}
+    return {"predicted_hit_rate": rate}
+
+
 def perform(
     writer: Writer, prompt: str | Sequence[Message], options: Options, records: Records, quiet: bool, **more: Any
 ) -> tuple[str, Summary]:
@@ -185,6 +200,7 @@ def perform(
         prompt_tokens=len(writer.prompt),
         reused_tokens=writer.context.reused,
         disk_bytes_per_s=probed_disk(writer),
+        **predicted(writer),
     )
     return "".join(text), summary
 
@@ -256,9 +272,13 @@ def _rows(s: Summary, title: str) -> Iterator[tuple[str, str]]:
         yield "time per token", f"{_seconds(sum(parts.values()))}: {split}"
     d, n = s.decode, s.decoded_tokens
     if d.hit_rate is not None and n:
+        foretold = f"predicted {s.predicted_hit_rate:.1%} on the calibration's text"
+        if s.predicted_hit_rate is None:
+            foretold = f"no prediction: {s.unpredicted}"
         yield (
             "experts",
-            f"hit rate {d.hit_rate:.1%}: {d.loads / n:,.1f} loads per token, {d.hits / n:,.1f} of resident experts",
+            f"hit rate {d.hit_rate:.1%} ({foretold}): {d.loads / n:,.1f} loads per token, {d.hits / n:,.1f} of resident"
+            " experts",
         )
         reads = f"{d.demand_reads / n:,.1f} demand reads per token"
         if d.prefetch_reads:

@@ -50,7 +50,7 @@ def load(
 
     if isinstance(calibration, str | Path):
         calibration = load_calibration(calibration, model)
-    return Writer(
+    writer = Writer(
         StreamingEngine(
             path,
             ram=parse_bytes(ram) if isinstance(ram, str) else ram,
@@ -61,6 +61,8 @@ def load(
             **settings,
         )
     )
+    writer.calibration = calibration
+    return writer
 
 
 def load_steps(path: str | Path, streamed: bool) -> tuple[int, int]:

@@ -32,6 +32,10 @@ class Summary:
     """Tokens that a decode of their own was for: all but the first, whose logits the prompt gave."""
     disk_bytes_per_s: float | None = None
     """As probed, for reads of an expert's size."""
+    predicted_hit_rate: float | None = None
+    """What simulation on the calibration's text gave for this policy and capacity."""
+    unpredicted: str = ""
+    """Why there is no such figure; empty where there is one, or no cache."""
 
     def then(self, later: "Summary") -> "Summary":
         """Two turns of a conversation as one; what cannot be added is the later one's."""
@@ -128,9 +132,8 @@ class Meter:
         seconds, stats = now[0] - self._recent[0][0], now[1] - self._recent[0][1]
         return (stats.tokens / seconds if seconds else None), stats
 
-    def summary(
-        self, *, seed: int, prompt_tokens: int, reused_tokens: int, disk_bytes_per_s: float | None = None
-    ) -> Summary:
+    def summary(self, *, seed: int, prompt_tokens: int, reused_tokens: int, **known: Any) -> Summary:
+        """What happened since `begin`; `known` are fields of `Summary` that no engine can tell."""
         now = self.engine.stats()
         first = self._first if self.generated else now
         return Summary(
@@ -146,5 +149,5 @@ class Meter:
             context_tokens=self.engine.position,
             n_ctx=self.engine.n_ctx,
             decoded_tokens=max(self.generated - 1, 0),
-            disk_bytes_per_s=disk_bytes_per_s,
+            **known,
         )

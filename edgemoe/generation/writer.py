@@ -8,7 +8,7 @@ with load("model.gguf") as writer:
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgemoe.generation.chat import ChatTemplate, Message
 from edgemoe.generation.engine import Engine
@@ -16,6 +16,9 @@ from edgemoe.generation.generate import Context, Step, generate
 from edgemoe.generation.options import Options
 from edgemoe.generation.prompt import Said, chat_prompt, plain_prompt
 from edgemoe.generation.sampling import Sampler
+
+if TYPE_CHECKING:
+    from edgemoe.calibration import Calibration
 
 
 class Writer:
@@ -25,7 +28,7 @@ class Writer:
     template is applied. Keyword arguments are fields of `Options`. A context manager that closes the engine.
 
     What a streaming engine's caches hold is kept, too: under a steered policy, which favours what is resident, a prompt
-    can go on differently the second time. `engine.reset()` makes the next one the first.
+    can go on differently the second time. `reset` makes the next one the first.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -37,6 +40,8 @@ class Writer:
         """The last prompt's tokens."""
         self.seed = 0
         """The seed of the last generation: drawn, where the options left it open."""
+        self.calibration: Calibration | None = None
+        """What its policy knows from held-out text, if anything."""
         self._said: Said | None = None  # the last conversation
 
     def stream(self, prompt: str | Sequence[Message], **options: Any) -> Iterator[Step]:
@@ -72,6 +77,12 @@ class Writer:
             if step.finish != "end":
                 said.add(self.engine.piece(step.token), step.token)
             yield step
+
+    def reset(self) -> None:
+        """Forget every prompt: the memory is emptied, the policy is as at the start."""
+        self.engine.reset()
+        self.context.tokens.clear()
+        self._said = None
 
     def close(self) -> None:
         self.engine.close()

@@ -11,7 +11,7 @@ from edgemoe.calibration import load_calibration
 from edgemoe.errors import UserError
 from edgemoe.model.synthetic import write_synthetic
 from edgemoe.progress import no_progress
-from edgemoe.tracing import Trace, calibrate, load_trace
+from edgemoe.tracing import Trace, calibrate, load_trace, members
 from edgemoe.tracing.calibrate import calibration_of
 from edgemoe.tracing.capture import Settings, capture
 from edgemoe.tracing.simulate import Calibration, simulate
@@ -99,7 +99,7 @@ def test_a_run_reads_its_spool_like_a_trace_in_memory(tmp_path: Path, monkeypatc
     [model] = write_synthetic(tmp_path / "m.gguf", "deepseek2", n_layers=4, leading_dense=1)
     (tmp_path / "text.txt").write_text(Path(__file__).read_text()[:3000])
     sources, settings = [Source("code", tmp_path / "text.txt")], Settings(n_ctx=64, max_tokens=200, n_threads=1)
-    monkeypatch.setattr(calibrate, "_BLOCK_BYTES", 5 * 16 * 4)
+    monkeypatch.setattr(members, "BLOCK_BYTES", 5 * 16 * 4)
     found = calibrate.calibrate(model, sources, tmp_path / "c", settings, watch=watch)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "m.gguf", "text.txt"]
     capture(model, sources, tmp_path / "t.npz", Settings(**{**vars(settings), "scores": True}), watch=watch)
