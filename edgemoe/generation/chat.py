@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from edgemoe.errors import UserError
-from edgemoe.generation.engine import Engine
+from edgemoe.generation.engine import Language
 
 
 class Message(TypedDict):
@@ -27,7 +27,7 @@ class ChatTemplate:
             raise UserError(f"the chat template is no valid Jinja template: {_first_line(error)}") from None
 
     @classmethod
-    def of(cls, engine: Engine, source: str | None = None) -> "ChatTemplate":
+    def of(cls, engine: Language, source: str | None = None) -> "ChatTemplate":
         """The model's own template, or `source` in its place. Raises `UserError` where there is neither."""
         source = source if source is not None else engine.chat_template
         if source is None:

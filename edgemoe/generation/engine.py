@@ -74,26 +74,11 @@ class Observer(Protocol):
         [L, T, E]; `pregate` [L, T, E] under a policy that forms it. The arrays are the observer's to keep."""
 
 
-class Engine(Protocol):
-    """One model and one sequence of tokens, whose memory (KV cache) holds the tokens before `position`.
-
-    `edgemoe.llamacpp.vocabulary.Vocabulary` gives a llama.cpp engine everything that is about text.
-    """
-
-    @property
-    def description(self) -> str:
-        """The model in a few words, for people."""
+class Language(Protocol):
+    """What a model knows of text: its tokens, and how turns of a conversation are written."""
 
     @property
     def n_vocab(self) -> int: ...
-
-    @property
-    def n_ctx(self) -> int:
-        """The most tokens that a sequence can have."""
-
-    @property
-    def position(self) -> int:
-        """Tokens that the memory holds."""
 
     @property
     def bos(self) -> int | None:
@@ -117,6 +102,25 @@ class Engine(Protocol):
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """What a token adds to the text: any bytes, also a part of a character; nothing for control tokens, or their
         names where `special` asks for them."""
+
+
+class Engine(Language, Protocol):
+    """One model and one sequence of tokens, whose memory (KV cache) holds the tokens before `position`.
+
+    `edgemoe.llamacpp.vocabulary.Vocabulary` gives a llama.cpp engine everything that is about text.
+    """
+
+    @property
+    def description(self) -> str:
+        """The model in a few words, for people."""
+
+    @property
+    def n_ctx(self) -> int:
+        """The most tokens that a sequence can have."""
+
+    @property
+    def position(self) -> int:
+        """Tokens that the memory holds."""
 
     def prefill(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Append tokens (at least one) in batches; the logits after the last one, [V] float32.

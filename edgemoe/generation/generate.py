@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from edgemoe.errors import UserError
-from edgemoe.generation.engine import Engine
+from edgemoe.generation.engine import Engine, Language
 from edgemoe.generation.options import Options
 from edgemoe.generation.sampling import Sampler
 from edgemoe.generation.text import TextStream
@@ -74,6 +74,35 @@ class Context:
             del self.tokens[self.engine.position :]
 
 
+class Draft:
+    """A text in the making: logits in, one token out, with the text that it made certain and whether it is the last."""
+
+    def __init__(self, language: Language, options: Options, sampler: Sampler) -> None:
+        self._language, self._options, self._sampler = language, options, sampler
+        self._text = TextStream(options.stop)
+        self._ends = frozenset() if options.ignore_eos else language.eos_tokens
+        self._index = 0
+
+    def take(self, logits: np.ndarray, room: bool, start: float) -> Step:
+        """The next token. `room`: the context has some for it. `start`: when its logits were asked for, in seconds of
+        `perf_counter`."""
+        token, index, options = self._sampler.sample(logits), self._index, self._options
+        shown = "" if token in self._ends else self._text.feed(self._language.piece(token))
+        finish: Finish | None = None
+        if token in self._ends:
+            finish = "end"
+        elif self._text.stopped is not None:
+            finish = "stop"
+        elif options.n is not None and index + 1 >= options.n:
+            finish = "length"
+        elif not room:
+            finish = "context"
+        if finish:
+            shown += self._text.finish()
+        self._index += 1
+        return Step(index, token, shown, time.perf_counter() - start, finish)
+
+
 def generate(
     engine: Engine | Context, prompt: Sequence[int], options: Options | None = None, sampler: Sampler | None = None
 ) -> Iterator[Step]:
@@ -86,28 +115,13 @@ def generate(
     sampler = sampler or Sampler(options)
     context = engine if isinstance(engine, Context) else Context(engine)
     engine = context.engine
-    text = TextStream(options.stop)
-    ends = frozenset() if options.ignore_eos else engine.eos_tokens
+    draft = Draft(engine, options, sampler)
     start = time.perf_counter()
     logits = context.prefill(prompt)
-    index = 0
     while True:
-        token = sampler.sample(logits)
-        shown = "" if token in ends else text.feed(engine.piece(token))
-        finish: Finish | None = None
-        if token in ends:
-            finish = "end"
-        elif text.stopped is not None:
-            finish = "stop"
-        elif options.n is not None and index + 1 >= options.n:
-            finish = "length"
-        elif engine.position >= engine.n_ctx:
-            finish = "context"
-        if finish:
-            shown += text.finish()
-        now = time.perf_counter()
-        yield Step(index, token, shown, now - start, finish)
-        if finish:
+        step = draft.take(logits, engine.position < engine.n_ctx, start)
+        yield step
+        if step.finish:
             return
-        index, start = index + 1, time.perf_counter()
-        logits = context.decode(token)
+        start = time.perf_counter()
+        logits = context.decode(step.token)

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from edgemoe.errors import UserError
-from edgemoe.generation.engine import Engine
+from edgemoe.generation.engine import Language
 
 
-def plain_prompt(engine: Engine, text: str) -> list[int]:
+def plain_prompt(engine: Language, text: str) -> list[int]:
     """The text as it stands, after BOS where the model wants one. `UserError` for an empty one."""
     if not text:
         raise UserError("the prompt is empty: give some text")
@@ -26,7 +26,7 @@ class Said:
         self.tokens.append(token)
 
 
-def chat_prompt(engine: Engine, rendered: str, said: Said | None = None) -> list[int]:
+def chat_prompt(engine: Language, rendered: str, said: Said | None = None) -> list[int]:
     """A rendered conversation as tokens; BOS comes once, whether the template writes it or not.
 
     Where it goes on from what was `said` by a control token (`<|im_end|>`), the tokens so far are those that the model
