@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 from edgemoe.errors import UserError
@@ -137,7 +138,7 @@ def find_routers(model: nn.Module) -> list[Router]:
             if missing:
                 raise UserError(
                     f"layer {layer} of this {model.config.model_type} model has a {type(gate).__name__} without "
-                    f"{missing[0]}: the harness needs transformers 5's routers, upgrade transformers"
+                    f"{missing[0]}: transformers {transformers.__version__} is too old for it, install 5.17 or newer"
                 )
             found.append(Router(layer, gate, family, gate.weight.detach().float()))
     if not found:

@@ -12,7 +12,7 @@ from edgemoe.calibration import Calibration
 from edgemoe.errors import UserError
 from edgemoe.gpu_offload.harness.families import find_routers
 from edgemoe.gpu_offload.harness.steer import steer
-from edgemoe.gpu_offload.harness.windows import passes, stacked
+from edgemoe.gpu_offload.harness.windows import kv_name, passes, stacked
 from edgemoe.policy import LogicalCache, Policy, preset
 from edgemoe.policy.replay import DEMAND, EXECUTED, PREFETCHED, REPLACED
 
@@ -384,10 +384,10 @@ def test_what_cannot_be_followed_is_refused(models):
         with pytest.raises(UserError, match="generate with one beam"):
             model.generate(ids, num_beams=2, max_new_tokens=3, attention_mask=torch.ones_like(ids))
         with torch.no_grad():
-            kept = model(input_ids=ids, use_cache=True).cache
+            kept = getattr(model(input_ids=ids, use_cache=True), kv_name(model))
             model(input_ids=ids)
             with pytest.raises(UserError, match="KV cache holds 8 positions"):
-                model(input_ids=torch.cat([ids, ids])[:, :1], cache=copy.deepcopy(kept))
+                model(input_ids=torch.cat([ids, ids])[:, :1], **{kv_name(model): copy.deepcopy(kept)})
         with pytest.raises(UserError, match="dynamic cache"):
             logits_of(model, ids, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool))
         with pytest.raises(RuntimeError, match="steered already"), steer(model, PSR, 8, calibration):
