@@ -47,9 +47,9 @@ def decoded(engine, window):
 @pytest.mark.parametrize(("dtype", "stored", "bound"), [("float32", "F32", 1e-3), ("bfloat16", "Q8_0", 2e-2)])
 def test_exact_routing_is_llama_cpp(exported, reference, dtype, stored, bound):
     """Relative error: ‖a − b‖ / ‖b‖ over the vocabulary, of all rows together and of the median row. Where a near-tie
-    of the router goes the other way, a row and those that attend to it run another expert: with rounded weights such rows
-    are few, without there are none. An argmax may differ where the gap of the two logits is within twice the row's
-    largest error."""
+    of the router goes the other way, a row and those that attend to it run another expert: with rounded weights such
+    rows are few, without there are none. An argmax may differ where the gap of the two logits is within twice the
+    row's largest error."""
     windows, runs = reference
     path = exported if stored == "F32" else demo_model()
     policy = preset("exact-prefetch")
