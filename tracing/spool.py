@@ -8,7 +8,6 @@ A run that writes holds the lock of its spool, and reaches its files through the
 of the name `OUT.partial` meanwhile, two runs never write into one spool.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -42,6 +41,10 @@ def spool_path(out: Path) -> Path:
 
 def is_being_written(path: Path) -> bool:
     """Whether a run holds the lock of the spool at `path`. The lock goes with the run, however that ends."""
+    if not path.is_dir():
+        return False
+    import fcntl  # not on Windows, where traces can be read
+
     try:
         with (path / _LOCK).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,6 +68,8 @@ class Spool:
     @classmethod
     def create(cls, path: Path, layers: Sequence[int], widths: Mapping[str, int], meta: dict[str, Any]) -> "Spool":
         """Make the directory, which must not exist, and lock it."""
+        import fcntl
+
         path.mkdir()
         descriptors: list[int] = []
         try:

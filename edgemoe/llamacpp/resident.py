@@ -17,9 +17,18 @@ from edgemoe.llamacpp.session import Session
 from edgemoe.llamacpp.vocabulary import Speaker, Vocabulary
 from edgemoe.progress import Advance, no_progress
 
-KvType = Literal["f16", "bf16", "q8_0", "q4_0"]
+KvType = Literal["f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 # enum ggml_type. Not f32: with flash attention llama.cpp rounds it to f16 before use.
-KV_TYPES: dict[str, int] = {"f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2}
+KV_TYPES: dict[str, int] = {
+    "f16": 1,
+    "bf16": 30,
+    "q8_0": 8,
+    "q5_1": 7,
+    "q5_0": 6,
+    "q4_1": 3,
+    "q4_0": 2,
+    "iq4_nl": 20,
+}
 LOAD_STEPS = 1000  # what `advance` counts in all while a model loads
 DEFAULT_CTX = 4096
 

@@ -14,7 +14,17 @@ from edgemoe.units import format_bytes
 
 RUNTIME_BYTES = 260 << 20  # the interpreter, llama.cpp, numba and its compiler
 STRAYS = 8  # prefetches that many streams may have under way when nobody wants them any more
-KV_SCALE = {"f32": 2.0, "f16": 1.0, "bf16": 1.0, "q8_0": 34 / 64, "q4_0": 18 / 64}  # to two bytes a value
+# Bytes of a block of 32 values to those of 32 times f16
+KV_SCALE = {
+    "f16": 1.0,
+    "bf16": 1.0,
+    "q8_0": 34 / 64,
+    "q5_1": 24 / 64,
+    "q5_0": 22 / 64,
+    "q4_1": 20 / 64,
+    "q4_0": 18 / 64,
+    "iq4_nl": 18 / 64,
+}
 
 
 @dataclass(frozen=True)
