@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgemoe.cli import sampling_options as given
+from edgemoe.cli.offload_options import Offload
 from edgemoe.cli.option_groups import spread
 from edgemoe.cli.policy_options import Streaming
 from edgemoe.cli.recording import Recording
@@ -32,6 +33,7 @@ def chat(
     sampling: given.Sampling,
     holding: given.Holding,
     experts: Streaming,
+    offload: Offload,
     recording: Recording,
     system: given.System = None,
     chat_template: given.Template = None,
@@ -47,9 +49,10 @@ def chat(
     from edgemoe.cli.generating import described, loaded, print_summary
     from edgemoe.generation.chat import ChatTemplate
 
-    options, streaming = sampling.options(), experts.settings()
+    options, streaming = sampling.options(), offload.settings(experts, holding)
     template = given.read_text("--chat-template", chat_template) if chat_template else None
     interrupt_on_sigterm()
+    model = offload.resolved(model)
     with (
         recording.of("chat", model) as records,
         loaded(model, as_json, streaming, records, **holding.settings()) as writer,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from edgemoe.generation import Options, Step, Writer
     from edgemoe.generation.chat import Message
     from edgemoe.generation.summary import Meter, Summary
+    from edgemoe.gpu_offload.engine import OffloadEngine
     from edgemoe.streaming.engine import StreamingEngine
 
 _REDRAW_S = 0.2
@@ -40,9 +41,10 @@ def loaded(model: Path, quiet: bool, streaming: dict[str, Any], records: Records
     from edgemoe.generation.loading import load_steps
     from edgemoe.progress import progress
 
-    if streaming:
+    device = streaming.get("device")
+    if streaming and device is None:
         _compile(quiet)
-    total, nbytes = load_steps(model, streamed=bool(streaming))
+    total, nbytes = load_steps(model, streamed=bool(streaming), device=device)
     megabytes = max(1, round(nbytes / 1e6))
     with progress(f"loading {model.name}", megabytes, "MB", quiet=quiet) as advance:
         steps = done = 0
@@ -96,19 +98,20 @@ def notes(writer: Writer, calibrated: bool) -> Iterator[str]:
     """What a person should know of how the experts are held before reading the text."""
     from edgemoe.policy import Policy
 
-    engine = _streaming(writer)
+    engine = _streaming(writer) or _offloading(writer)
     if engine is None:
         return
     n_experts, policy = engine.model.geometry.n_experts, engine.policy
-    yield f"{engine.capacity} of {n_experts} experts per layer have a slot in RAM; policy: {policy}"
-    if engine.capacity == n_experts:
+    where = "RAM" if engine is _streaming(writer) else "VRAM" if engine.device != "cpu" else "RAM, as on a GPU"
+    yield f"{engine.capacity} of {n_experts} experts per layer have a slot in {where}; policy: {policy}"
+    if engine.capacity == n_experts and engine is _streaming(writer):
         yield "every expert fits: without --ram and --residency llama.cpp may arrange them for speed"
     if not calibrated and policy != Policy():
         scale = ", the bonus scale is a running mean" if policy.uses_bonus else ""
         yield f"no --calibration: the warm set is experts 0 to {engine.capacity - 1}{scale}, there is no token prior"
     if policy.routing != "exact":
-        yield "the router is steered towards what is in RAM: the text is not exactly the model's own"
-    if not engine.direct:
+        yield "the router is steered towards what has a slot: the text is not exactly the model's own"
+    if engine is _streaming(writer) and not engine.direct:
         yield "this file system cannot be read past the page cache: what reads leave in it is dropped"
 
 
@@ -121,13 +124,24 @@ def _streaming(writer: Writer) -> StreamingEngine | None:
     return writer.engine if isinstance(writer.engine, StreamingEngine) else None
 
 
+def _offloading(writer: Writer) -> OffloadEngine | None:
+    """Its engine, if that holds experts in RAM and slots on a device. Where it is not used, torch is not imported."""
+    if "edgemoe.gpu_offload.engine" not in sys.modules:
+        return None
+    from edgemoe.gpu_offload.engine import OffloadEngine
+
+    return writer.engine if isinstance(writer.engine, OffloadEngine) else None
+
+
 def described(writer: Writer) -> dict[str, Any]:
     """How the experts were held, for `--json`."""
-    engine = _streaming(writer)
+    offloading = _offloading(writer)
+    engine = offloading or _streaming(writer)
     if engine is None:
         return {"experts": "resident"}
     return {
-        "experts": "streamed",
+        "experts": "offloaded" if offloading else "streamed",
+        **({"device": offloading.device, "load_s": offloading.load_seconds} if offloading else {}),
         "slots": engine.capacity,
         "policy": str(engine.policy),
         "policy_hash": engine.policy.hash,
@@ -201,6 +215,7 @@ def perform(
         reused_tokens=writer.context.reused,
         disk_bytes_per_s=probed_disk(writer),
         **predicted(writer),
+        **({"experts_from": "RAM"} if _offloading(writer) else {}),
     )
     return "".join(text), summary
 
@@ -235,7 +250,8 @@ def _status(meter: Meter) -> str:
     if since.hit_rate is not None:
         parts.append(f"hit rate {since.hit_rate:.0%}")
     if since.read_bytes and rate:
-        parts.append(f"disk {format_bytes(since.read_bytes * rate / since.tokens)}/s")
+        source = "disk" if not hasattr(meter.engine, "device") else "RAM"
+        parts.append(f"{source} {format_bytes(since.read_bytes * rate / since.tokens)}/s")
     if since.ram_bytes:
         parts.append(f"RAM {format_bytes(since.ram_bytes)}")
     engine = meter.engine
@@ -272,22 +288,23 @@ def _rows(s: Summary, title: str) -> Iterator[tuple[str, str]]:
         yield "time per token", f"{_seconds(sum(parts.values()))}: {split}"
     d, n = s.decode, s.decoded_tokens
     if d.hit_rate is not None and n:
-        foretold = f"predicted {s.predicted_hit_rate:.1%} on the calibration's text"
+        foretold = f" (predicted {s.predicted_hit_rate or 0:.1%} on the calibration's text)"
         if s.predicted_hit_rate is None:
-            foretold = f"no prediction: {s.unpredicted}"
+            foretold = f" (no prediction: {s.unpredicted})" if s.unpredicted else ""
         yield (
             "experts",
-            f"hit rate {d.hit_rate:.1%} ({foretold}): {d.loads / n:,.1f} loads per token, {d.hits / n:,.1f} of resident"
+            f"hit rate {d.hit_rate:.1%}{foretold}: {d.loads / n:,.1f} loads per token, {d.hits / n:,.1f} of resident"
             " experts",
         )
-        reads = f"{d.demand_reads / n:,.1f} demand reads per token"
+        moved = "reads" if s.experts_from == "disk" else "copies"
+        reads = f"{d.demand_reads / n:,.1f} demand {moved} per token"
         if d.prefetch_reads:
             how = f"{d.prefetch_in_time:,} in time, {d.prefetch_late:,} late, {d.prefetch_unused:,} unused"
             reads += f", {d.prefetch_reads / n:,.1f} prefetched ({how})"
-        yield "reads", f"{reads}; {format_bytes(s.bytes_per_token or 0)} per token"
+        yield moved, f"{reads}; {format_bytes(s.bytes_per_token or 0)} per token"
     if s.read_bytes_per_s:
         share = f": {s.share_of_disk:.0%} of what `edgemoe probe` measured" if s.share_of_disk else ""
-        yield "disk", f"{format_bytes(s.read_bytes_per_s)}/s{share}"
+        yield s.experts_from, f"{format_bytes(s.read_bytes_per_s)}/s{share}"
     yield "memory", f"{format_bytes(d.ram_bytes)} of RAM held; context {s.context_tokens:,} of {s.n_ctx:,} tokens"
 
 

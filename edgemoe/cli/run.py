@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgemoe.cli import sampling_options as given
+from edgemoe.cli.offload_options import Offload
 from edgemoe.cli.option_groups import spread
 from edgemoe.cli.policy_options import Streaming
 from edgemoe.cli.recording import Recording
@@ -29,6 +30,7 @@ def run(
     sampling: given.Sampling,
     holding: given.Holding,
     experts: Streaming,
+    offload: Offload,
     recording: Recording,
     prompt: Annotated[str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt.")] = None,
     file: Annotated[
@@ -62,10 +64,11 @@ def run(
     """
     from edgemoe.cli.generating import described, loaded, perform, print_summary
 
-    options, streaming = sampling.options(ignore_eos), experts.settings()
+    options, streaming = sampling.options(ignore_eos), offload.settings(experts, holding)
     text = _prompt(prompt, file)
     template = given.read_text("--chat-template", chat_template) if chat_template else None
     interrupt_on_sigterm()
+    model = offload.resolved(model)
     with (
         recording.of("run", model) as records,
         loaded(model, as_json, streaming, records, **holding.settings()) as writer,

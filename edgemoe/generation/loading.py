@@ -18,6 +18,8 @@ def load(
     *,
     ram: int | str | None = None,
     residency: Residency | str | None = None,
+    device: str | None = None,
+    vram: int | str | None = None,
     policy: "Policy | str | None" = None,
     calibration: "Calibration | str | Path | None" = None,
     advance: Advance = no_progress,
@@ -31,10 +33,22 @@ def load(
     `settings` are those of `edgemoe.streaming.engine.StreamingEngine`. `policy` is a preset's name or a `Policy`, exact
     LRU by default; `calibration` a file of `edgemoe calibrate`. `advance` counts to `load_steps`.
 
+    With `device` (`"cpu"` or `"cuda"`) all experts are in RAM and `residency`, or what `vram` bytes hold, on the
+    device: the model may be a safetensors folder or a hub name, and `settings` are those of
+    `edgemoe.gpu_offload.engine.OffloadEngine`.
+
     Raises `UserError`, one line, for a file that is missing, damaged or no GGUF, and for what does not fit.
     """
     from edgemoe.model import read_model
 
+    if isinstance(residency, str):
+        residency = Residency.parse(residency)
+    if device is not None:
+        vram = parse_bytes(vram) if isinstance(vram, str) else vram
+        places = {"device": device, "residency": residency, "vram": vram}
+        if ram is not None:
+            raise UserError("ram is for experts on disk, device for experts in RAM: give one")
+        return _offloaded(path, policy, calibration, advance=advance, **places, **settings)
     model = read_model(path)
     if model.format != "GGUF":
         raise UserError(f"{path}: text is generated from GGUF files, this is a safetensors directory: convert it first")
@@ -54,7 +68,7 @@ def load(
         StreamingEngine(
             path,
             ram=parse_bytes(ram) if isinstance(ram, str) else ram,
-            residency=Residency.parse(residency) if isinstance(residency, str) else residency,
+            residency=residency,
             policy=preset(policy) if isinstance(policy, str) else policy,
             calibration=calibration,
             advance=advance,
@@ -65,10 +79,45 @@ def load(
     return writer
 
 
-def load_steps(path: str | Path, streamed: bool) -> tuple[int, int]:
-    """What `load` counts to in `advance`, and the bytes that it has read by then."""
-    from edgemoe.model import read_model
+def _offloaded(
+    path: str | Path,
+    policy: "Policy | str | None",
+    calibration: "Calibration | str | Path | None",
+    n_gpu_layers: int = 0,
+    kv_type: str = "f16",
+    **settings: Any,
+) -> Writer:
+    """A writer on the engine that keeps experts in RAM; it has no use for llama.cpp's settings."""
+    try:
+        from edgemoe.gpu_offload.engine import OffloadEngine
+        from edgemoe.gpu_offload.hub import resolve
+    except ModuleNotFoundError as error:
+        raise UserError(f"--device needs {error.name}: pip install edgemoe[gpu]") from None
+    from edgemoe.calibration import load_calibration
+    from edgemoe.policy import preset
 
+    if n_gpu_layers or kv_type != "f16":
+        raise UserError("n_gpu_layers and kv_type are for llama.cpp, device is not: leave one out")
+    path = resolve(path)
+    if isinstance(calibration, str | Path):
+        # A folder has no GGUF header that a calibration could name; the engine compares their shapes.
+        calibration = load_calibration(calibration, None if path.is_dir() else path)
+    if isinstance(policy, str):
+        policy = preset(policy)
+    writer = Writer(OffloadEngine(path, policy=policy, calibration=calibration, **settings))
+    writer.calibration = calibration
+    return writer
+
+
+def load_steps(path: str | Path, streamed: bool, device: str | None = None) -> tuple[int, int]:
+    """What `load` counts to in `advance`, and the bytes that it has read by then."""
+    from edgemoe.model import Part, read_model
+
+    if device is not None:
+        from edgemoe.gpu_offload.hub import resolve
+
+        total = sum(t.nbytes for t in read_model(resolve(path)).tensors if t.part is not Part.UNUSED)
+        return total, total
     model = read_model(path)
     if streamed:
         from edgemoe.streaming.skeleton import dense_bytes

@@ -36,6 +36,8 @@ class Summary:
     """What simulation on the calibration's text gave for this policy and capacity."""
     unpredicted: str = ""
     """Why there is no such figure; empty where there is one, or no cache."""
+    experts_from: str = "disk"
+    """Where experts are copied from: the disk, or the RAM."""
 
     def then(self, later: "Summary") -> "Summary":
         """Two turns of a conversation as one; what cannot be added is the later one's."""
