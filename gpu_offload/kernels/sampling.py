@@ -83,7 +83,7 @@ def likeliest(logits, control, bests, V: tl.constexpr, M: tl.constexpr, BLOCK: t
     if tl.load(control + STATE_AT) == 0:
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + token, mask=token < V, other=0.0)
-        score = tl.where(x == x, ordered(x), NOTHING)  # noqa: PLR0124 (not a number)
+        score = tl.where(x == x, ordered(x), NOTHING)  # not where it is no number
         key = (score.to(tl.int64) << 32) | (token ^ ID_MASK).to(tl.int64)
         key = tl.where(token < V, key, NONE)
         for i in range(M):
@@ -125,9 +125,8 @@ def choose(  # type: ignore[no-untyped-def]
                 reached = tl.cumsum(shares, 0)
                 need = (tl.sum(shares, 0) * share + SHARE_MASK) >> SHARE_BITS
                 inside = (reached - shares < need) & (below >= log_min_p)
-                drawn_from = tl.where(
-                    inside, weight(tl.div_rn(below, tl.full((KP,), 0.0, tl.float32) + temperature)), 0
-                )
+                cooled = tl.div_rn(below, tl.full((KP,), 0.0, tl.float32) + temperature)
+                drawn_from = tl.where(inside, weight(cooled), 0)
                 total = tl.sum(drawn_from, 0).to(tl.uint64)
                 random = philox(tl.load(control + SEED_AT), position)
                 aim = tl.umulhi(random, total).to(tl.int64)
@@ -162,13 +161,17 @@ class DeviceSampler:
         capacity: int,
         *,
         ends: tuple[int, ...] = (),
+        control: torch.Tensor | None = None,
         device: str | torch.device = "cuda",
     ) -> None:
-        """Room for all launches; raises ValueError for options that are not `supported`."""
+        """Room for all launches. control: where the words lie, if others work on them too.
+
+        Raises ValueError for options that are not `supported`.
+        """
         if not supported(options):
             raise ValueError(f"top-k {options.top_k} is not chosen on the device: at most {MOST}, at least 1")
         self.vocabulary, self.capacity = vocabulary, capacity
-        self.control = torch.zeros(4, dtype=torch.int64, device=device)
+        self.control = torch.zeros(4, dtype=torch.int64, device=device) if control is None else control
         self.sequence = torch.zeros(capacity, dtype=torch.int64, device=device)
         n_ends = triton.next_power_of_2(max(1, len(ends)))
         padded = (*ends, *[ends[0] if ends else -1] * (n_ends - len(ends)))
@@ -188,9 +191,8 @@ class DeviceSampler:
     def sample(self, logits: torch.Tensor) -> None:
         """Choose from logits [V] float32 on the device."""
         if logits.shape != (self.vocabulary,) or logits.dtype != torch.float32 or not logits.is_contiguous():
-            raise ValueError(
-                f"logits must be contiguous float32 [{self.vocabulary}], not {logits.dtype} {logits.shape}"
-            )
+            found = f"{logits.dtype} {tuple(logits.shape)}"
+            raise ValueError(f"logits must be contiguous float32 [{self.vocabulary}], not {found}")
         likeliest[(self._blocks,)](
             logits, self.control, self._bests,
             V=self.vocabulary, M=self._most, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,

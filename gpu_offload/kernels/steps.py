@@ -191,12 +191,13 @@ def chunk(  # type: ignore[no-untyped-def]
         z = coming_z
         g = coming_g
         prior = coming_prior
-        more = t + 1 < n_tokens
-        coming_z = tl.load(scores + (t + 1) * E + index, mask=(index < E) & more, other=MASKED_SCORE)
+        row = (t + 1) * E + index
+        more = (index < E) & (row < n_tokens * E)
+        coming_z = tl.load(scores + row, mask=more, other=MASKED_SCORE)
         if PREFETCHES:
-            coming_g = tl.load(pregate + (t + 1) * E + index, mask=(index < E) & more, other=MASKED_SCORE)
+            coming_g = tl.load(pregate + row, mask=more, other=MASKED_SCORE)
         if HAS_PRIOR:
-            coming_prior = tl.load(priors + (t + 1) * EP + index, mask=(index < E) & more, other=0.0)
+            coming_prior = tl.load(priors + (t + 1) * EP + index, mask=more, other=0.0)
         tally = (fast + slow) + prior
         priority = freeze(recency, uses, warm_rank, tally, EVICTION)
         key = comparable(priority, EVICTION)
