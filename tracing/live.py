@@ -41,7 +41,8 @@ class LiveTrace:
         """What the file will say of the engine: the model in words, whether its policy steers, and what it was."""
         self._description, self._bos, self._steered = description, bos, steered
         how = "router steered, its own choice recorded" if steered else "routing untouched"
-        source = f"edgemoe {__version__} {self.domain} (llama.cpp eval callback, {how})"
+        reader = "edgemoe's own engine" if "device" in run else "llama.cpp eval callback"
+        source = f"edgemoe {__version__} {self.domain} ({reader}, {how})"
         self._meta = {"source": source, "steered": steered, "run": dict(run)}
 
     def reset(self) -> None:
