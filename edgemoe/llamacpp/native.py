@@ -44,8 +44,10 @@ _PREFIX_MARK, _DASH, _ZERO, _NINE = ord("#"), ord("-"), ord("0"), ord("9")
 
 _IS_HOST = "edgemoe_ggml_backend_buffer_is_host"
 _GET = "edgemoe_ggml_backend_tensor_get"
+_SET = "edgemoe_ggml_backend_tensor_set"
 _is_host = types.ExternalFunction(_IS_HOST, types.uint8(types.intp))
 _get = types.ExternalFunction(_GET, types.void(types.intp, types.intp, types.intp, types.intp))
+_set = types.ExternalFunction(_SET, types.void(types.intp, types.intp, types.intp, types.intp))
 
 
 @intrinsic
@@ -178,7 +180,11 @@ def _on_node(tensor: int, ask: int, user_data: Any) -> int:
 def callback() -> Any:
     """The compiled callback, a `ggml_backend_sched_eval_callback` at `.address` whose user data is `state`."""
     library = ggml_base()
-    for symbol, name in ((_IS_HOST, "ggml_backend_buffer_is_host"), (_GET, "ggml_backend_tensor_get")):
+    for symbol, name in (
+        (_IS_HOST, "ggml_backend_buffer_is_host"),
+        (_GET, "ggml_backend_tensor_get"),
+        (_SET, "ggml_backend_tensor_set"),
+    ):
         address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
         llvmlite.binding.add_symbol(symbol, address)
     # C's bool is one byte; numba's own boolean would be one bit of it

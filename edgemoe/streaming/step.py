@@ -19,7 +19,7 @@ from numba import carray, types
 
 from edgemoe.llamacpp import native
 from edgemoe.llamacpp.layout import Tensor
-from edgemoe.llamacpp.native import _SRC, _TENSOR_WORDS, _ask, _copy, _find, _pointer, _words
+from edgemoe.llamacpp.native import _SRC, _TENSOR_WORDS, _ask, _copy, _find, _pointer, _set, _words
 from edgemoe.policy import algorithm1
 from edgemoe.policy._jit import c_callback
 from edgemoe.policy.state import EXACT, NO_PREFETCH, PRE_GATE
@@ -31,7 +31,7 @@ from edgemoe.streaming.pregate import pregate
 STREAM = native.STATE_WORDS  # the word of the hub's state that holds the address of `ctl`
 STATE_WORDS = native.STATE_WORDS + 1
 
-_NB, _DATA = Tensor.nb.offset // 8, Tensor.data.offset // 8
+_NB = Tensor.nb.offset // 8
 _OFF, _TAPS, _STOP, _MODE, _TABLE, _ERROR = (
     native.OFF,
     native.TAPS,
@@ -118,7 +118,7 @@ def _note_copies(ctl, c, layer, t, part):  # type: ignore[no-untyped-def]
 
 @kernel
 def _decide(ctl, state, c, layer, t, ids):  # type: ignore[no-untyped-def]
-    """Part 2 for token t, whose chosen ids [k] int32 lie in the graph; writes them where the policy steers."""
+    """Part 2 for token t, whose chosen ids are `ids` [k] int32; changes them where the policy steers."""
     row = _row(ctl, layer)
     k = row[w.TOP_K]
     if ctl[w.MODE] == w.SELECT:
@@ -212,10 +212,12 @@ def _decide_rows(ctl, state, layer, tensor, streams, needed):  # type: ignore[no
     """Both parts for each row of a layer in turn; `needed` [E] becomes what they execute. False: do not go on."""
     row, fields = _row(ctl, layer), _words(tensor, _TENSOR_WORDS)
     k, experts = row[w.TOP_K], ctl[w.EXPERTS]
+    # Of the graph's own ids there is a copy in RAM; the tensor may lie on a GPU, and ggml writes back to it there.
+    chosen = _tap(state, row[w.TOPK_TAP])[native.DESTINATION]
     prepared = _words(ctl[w.PREPARED], ctl[w.LAYERS])
     needed[:] = 0
     for t in range(ctl[w.TOKENS]):
-        ids = carray(_pointer(fields[_DATA] + t * fields[_NB + 1]), (k,), np.int32)
+        ids = carray(_pointer(chosen + 4 * k * t), (k,), np.int32)
         for i in range(k):
             if ids[i] < 0 or ids[i] >= experts:
                 ctl[w.COMPLAINT], ctl[w.COMPLAINT_LAYER] = w.WRONG_IDS, layer
@@ -224,6 +226,8 @@ def _decide_rows(ctl, state, layer, tensor, streams, needed):  # type: ignore[no
         if prepared[layer] == 0:
             _begin(ctl, state, c, layer, t)
         _decide(ctl, state, c, layer, t, ids)
+        if c.routing != EXACT:
+            _set(tensor, chosen + 4 * k * t, t * fields[_NB + 1], 4 * k)
         for i in range(k):
             needed[ids[i]] = 1
     prepared[layer] = 0
