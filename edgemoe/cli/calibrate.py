@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from edgemoe.cli import capture_options as given
+from edgemoe.cli.option_groups import spread
 from edgemoe.cli.stopping import interrupt_on_sigterm
 
 if TYPE_CHECKING:
@@ -18,10 +20,9 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 
+@spread
 def calibrate(
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A Mixture-of-Experts GGUF file; any shard of a split one.")
-    ],
+    model: given.MoePath,
     files: Annotated[
         list[str],
         typer.Option(
@@ -35,22 +36,9 @@ def calibrate(
     out: Annotated[
         Path, typer.Option("-o", "--out", metavar="OUT", help="The calibration file to write, like model.calib.")
     ],
-    ctx: Annotated[
-        int, typer.Option("--ctx", metavar="N", min=2, help="Tokens per window. The cache is cleared before each.")
-    ] = 512,
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", metavar="N", min=1, help="At most so many tokens of each domain.")
-    ] = None,
-    n_gpu_layers: Annotated[
-        int, typer.Option("--n-gpu-layers", metavar="N", help="Layers to put on the GPU; -1 is all of them.")
-    ] = 0,
-    threads: Annotated[
-        int | None, typer.Option("--threads", metavar="N", min=1, help="CPU threads. Default: the physical cores.")
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing OUT, once the new one is whole.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    windows: given.Windows,
+    overwrite: given.Overwrite = False,
+    as_json: given.AsJson = False,
 ) -> None:
     """Estimate what steered routing takes from held-out text: warm set, bonus scale and token prior of every layer.
     The presets are then simulated on that text, so that a run can set its hit rate beside a predicted one.
@@ -65,7 +53,12 @@ def calibrate(
     from edgemoe.tracing.capture import Settings
     from edgemoe.tracing.texts import Source
 
-    settings = Settings(n_ctx=ctx, max_tokens=max_tokens, n_gpu_layers=n_gpu_layers, n_threads=threads)
+    settings = Settings(
+        n_ctx=windows.ctx,
+        max_tokens=windows.max_tokens,
+        n_gpu_layers=windows.n_gpu_layers,
+        n_threads=windows.threads,
+    )
     interrupt_on_sigterm()
     try:
         found = calibrate(

@@ -62,7 +62,11 @@ Threads = Annotated[
 ]
 KvType = Annotated[
     str,
-    typer.Option("--kv-type", metavar="TYPE", help="How the context is stored: f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl."),
+    typer.Option(
+        "--kv-type",
+        metavar="TYPE",
+        help="The context: f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.",
+    ),
 ]
 GpuLayers = Annotated[
     int, typer.Option("--n-gpu-layers", "-ngl", metavar="N", help="Layers to put on the GPU; -1 is all of them.")

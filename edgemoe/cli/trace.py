@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from edgemoe.cli import capture_options as given
+from edgemoe.cli.option_groups import spread
 from edgemoe.cli.stopping import interrupt_on_sigterm
 
 if TYPE_CHECKING:
@@ -16,10 +18,9 @@ INTERRUPTED = 130
 FAILED_CHECK = 1
 
 
+@spread
 def trace(
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A Mixture-of-Experts GGUF file; any shard of a split one.")
-    ],
+    model: given.MoePath,
     files: Annotated[
         list[str],
         typer.Option(
@@ -30,18 +31,7 @@ def trace(
         ),
     ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The trace file to write, like code.npz.")],
-    ctx: Annotated[
-        int, typer.Option("--ctx", metavar="N", min=2, help="Tokens per window. The cache is cleared before each.")
-    ] = 512,
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", metavar="N", min=1, help="At most so many tokens of each domain.")
-    ] = None,
-    n_gpu_layers: Annotated[
-        int, typer.Option("--n-gpu-layers", metavar="N", help="Layers to put on the GPU; -1 is all of them.")
-    ] = 0,
-    threads: Annotated[
-        int | None, typer.Option("--threads", metavar="N", min=1, help="CPU threads. Default: the physical cores.")
-    ] = None,
+    windows: given.Windows,
     decode: Annotated[
         bool, typer.Option("--decode", help="One token at a time, as generation routes; slower than in batches.")
     ] = False,
@@ -61,10 +51,8 @@ def trace(
         str | None,
         typer.Option("--layers", metavar="N,N-N,...", help="Only these MoE layers, by the model's own numbering."),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing OUT, once the new one is whole.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    overwrite: given.Overwrite = False,
+    as_json: given.AsJson = False,
 ) -> None:
     """Record which experts fire: run texts through a model on llama.cpp and write a trace file.
 
@@ -76,15 +64,15 @@ def trace(
     from edgemoe.tracing.texts import Source
 
     settings = Settings(
-        n_ctx=ctx,
-        max_tokens=max_tokens,
+        n_ctx=windows.ctx,
+        max_tokens=windows.max_tokens,
         decode=decode,
         scores=scores,
         weights=weights,
         pregate=pregate,
         layers=_layer_ids(layers),
-        n_gpu_layers=n_gpu_layers,
-        n_threads=threads,
+        n_gpu_layers=windows.n_gpu_layers,
+        n_threads=windows.threads,
     )
     interrupt_on_sigterm()
     report = capture(
