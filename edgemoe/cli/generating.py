@@ -98,20 +98,21 @@ def notes(writer: Writer, calibrated: bool) -> Iterator[str]:
     """What a person should know of how the experts are held before reading the text."""
     from edgemoe.policy import Policy
 
-    engine = _streaming(writer) or _offloading(writer)
+    streaming, offloading = _streaming(writer), _offloading(writer)
+    engine = streaming or offloading
     if engine is None:
         return
     n_experts, policy = engine.model.geometry.n_experts, engine.policy
-    where = "RAM" if engine is _streaming(writer) else "VRAM" if engine.device != "cpu" else "RAM, as on a GPU"
+    where = "RAM" if not offloading else "RAM, as on a GPU" if offloading.device == "cpu" else "VRAM"
     yield f"{engine.capacity} of {n_experts} experts per layer have a slot in {where}; policy: {policy}"
-    if engine.capacity == n_experts and engine is _streaming(writer):
+    if engine.capacity == n_experts and streaming:
         yield "every expert fits: without --ram and --residency llama.cpp may arrange them for speed"
     if not calibrated and policy != Policy():
         scale = ", the bonus scale is a running mean" if policy.uses_bonus else ""
         yield f"no --calibration: the warm set is experts 0 to {engine.capacity - 1}{scale}, there is no token prior"
     if policy.routing != "exact":
-        yield "the router is steered towards what has a slot: the text is not exactly the model's own"
-    if engine is _streaming(writer) and not engine.direct:
+        yield f"the router is steered towards what is in {'RAM' if streaming else 'a slot'}: the text is not exactly the model's own"
+    if streaming and not streaming.direct:
         yield "this file system cannot be read past the page cache: what reads leave in it is dropped"
 
 

@@ -44,11 +44,11 @@ def load(
     if isinstance(residency, str):
         residency = Residency.parse(residency)
     if device is not None:
-        vram = parse_bytes(vram) if isinstance(vram, str) else vram
-        places = {"device": device, "residency": residency, "vram": vram}
         if ram is not None:
             raise UserError("ram is for experts on disk, device for experts in RAM: give one")
-        return _offloaded(path, policy, calibration, advance=advance, **places, **settings)
+        settings |= {"device": device, "residency": residency, "advance": advance}
+        settings["vram"] = parse_bytes(vram) if isinstance(vram, str) else vram
+        return _offloaded(path, policy, calibration, **settings)
     model = read_model(path)
     if model.format != "GGUF":
         raise UserError(f"{path}: text is generated from GGUF files, this is a safetensors directory: convert it first")
