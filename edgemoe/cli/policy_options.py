@@ -70,6 +70,15 @@ CalibrationFile = Annotated[
         " ..., a running scale and no prior.",
     ),
 ]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        metavar="FILE",
+        help="With --ram: keep the experts that this plan, from edgemoe wall --plan, puts into RAM or VRAM, besides the"
+        " slots of the policy and within --ram.",
+    ),
+]
 Readers = Annotated[
     int | None, typer.Option("--readers", metavar="N", min=1, help="With --ram: reads in flight at once.")
 ]
@@ -122,6 +131,7 @@ class Streaming:
     window: Window = None
     gate: Gate = None
     calibration: CalibrationFile = None
+    plan: PlanFile = None
     readers: Readers = None
     chunk: Chunk = None
     verify_reads: VerifyReads = False
@@ -148,6 +158,7 @@ class Streaming:
             "residency": None if self.residency is None else Residency.parse(self.residency),
             "policy": preset(self.policy or "exact-lru", **overrides),
             "calibration": self.calibration,
+            "plan": self.plan,
             "readers": self.readers,
             "chunk": self.chunk,
             "verify_reads": self.verify_reads or None,
@@ -164,7 +175,7 @@ class Streaming:
     def _refuse_without_streaming(self, overrides: dict[str, Any]) -> None:
         from edgemoe.errors import UserError
 
-        others = {name: getattr(self, name) for name in ("policy", "calibration", "readers", "chunk", "elide")}
+        others = {name: getattr(self, name) for name in ("policy", "calibration", "plan", "readers", "chunk", "elide")}
         given = [name for name, value in {**others, **overrides}.items() if value is not None]
         given += ["verify_reads"] * self.verify_reads
         if given:

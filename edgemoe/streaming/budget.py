@@ -114,11 +114,13 @@ def budget_of_streams(
     chunk: int,
     ram: int | None = None,
     slots: int | None = None,
+    pinned: int = 0,
 ) -> Budget:
-    """`budget` for so many streams of `n_ctx` tokens; where they are too many, the `UserError` says how many fit."""
+    """`budget` for so many streams of `n_ctx` tokens, and `pinned` bytes of experts besides the slots; where they are
+    too many, the `UserError` says how many fit."""
 
     def of(count: int) -> Budget:
-        fixed = fixed_bytes(model, policy, n_ctx=n_ctx, chunk=chunk, kv_type=kv_type, streams=count)
+        fixed = fixed_bytes(model, policy, n_ctx=n_ctx, chunk=chunk, kv_type=kv_type, streams=count) + pinned
         return budget(
             model,
             policy,
@@ -133,6 +135,8 @@ def budget_of_streams(
     try:
         return of(streams)
     except UserError as refusal:
+        if pinned:
+            raise UserError(f"{refusal}; {format_bytes(pinned)} of that are the plan's: or pin fewer experts") from None
         for fewer in range(streams - 1, 0, -1):
             try:
                 of(fewer)

@@ -1,7 +1,8 @@
 """Which experts stay in RAM: what the logical caches hold; where that is more than there is room for, what most hold.
 
 Every stream's logical cache decides for that stream alone, as if the store were its own. The store is one for all: per
-layer it keeps `KEEP` experts, and while a layer runs, all that the layer executes. When it must give one back, that is
+layer it keeps `KEEP` experts and those that are pinned, and while a layer runs, all that
+the layer executes. When it must give one back, that is
 an expert that the fewest caches hold, and among those the one that has not run for the longest time. With one stream
 it therefore keeps what the one cache holds. No decision depends on it: an expert that a cache holds and the store does
 not is read again.
@@ -24,6 +25,12 @@ def cache_of(ctl, stream):  # type: ignore[no-untyped-def]
     """The logical cache of a stream."""
     address = _words(ctl[w.BLOCKS], ctl[w.STREAMS])[stream]
     return attach(carray(_pointer(address), (_words(address, 1)[0],), np.uint8))
+
+
+@kernel
+def kept(ctl, layer):  # type: ignore[no-untyped-def]
+    """How many experts of a layer stay in RAM: the pinned ones, and KEEP."""
+    return ctl[w.KEEP] + cache_of(ctl, 0).pinned[layer]
 
 
 @kernel

@@ -190,7 +190,7 @@ def _prepare(ctl, state, layer, streams, wanted, asked):  # type: ignore[no-unty
     if inserted == 0:
         return
     size = _row(ctl, layer)[w.EXPERT_BYTES]
-    surplus = keeping.make_room(ctl, layer, ctl[w.KEEP], wanted) - ctl[w.KEEP]
+    surplus = keeping.make_room(ctl, layer, keeping.kept(ctl, layer), wanted) - keeping.kept(ctl, layer)
     reads.lock(store)
     for t in range(ctl[w.TOKENS]):
         c = keeping.cache_of(ctl, streams[t])
@@ -252,8 +252,9 @@ def _turn(ctl, state, layer, tensor):  # type: ignore[no-untyped-def]
     distinct = _note_use(ctl, layer, needed)
     # A layer may execute more than is kept. What exceeds it is one layer's at a time.
     wanted[:] = 0
-    keeping.make_room(ctl, layer - 1 if layer > 0 else layers - 1, ctl[w.KEEP], wanted)
-    keeping.make_room(ctl, layer, ctl[w.KEEP] if distinct <= ctl[w.KEEP] else ctl[w.LIMIT], needed)
+    before, kept = layer - 1 if layer > 0 else layers - 1, keeping.kept(ctl, layer)
+    keeping.make_room(ctl, before, keeping.kept(ctl, before), wanted)
+    keeping.make_room(ctl, layer, kept if distinct <= kept else max(ctl[w.LIMIT], kept), needed)
     _mirror(ctl, layer, needed, asked[layer])
     if ctl[w.SINGLE] and layer + 1 < layers:
         _prepare(ctl, state, layer + 1, streams, wanted, asked[layer + 1])

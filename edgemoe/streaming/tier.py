@@ -32,6 +32,7 @@ from edgemoe.streaming import words as w
 from edgemoe.streaming.budget import Budget, budget_of_streams
 from edgemoe.streaming.decider import Decider
 from edgemoe.streaming.memory import held_bytes
+from edgemoe.streaming.pins import Pins, bring, digest, pinned_bytes, pins_of
 from edgemoe.streaming.skeleton import Skeleton, is_streamed
 from edgemoe.streaming.store import DEFAULT_READERS, ExpertStore
 from edgemoe.streaming.stream import Stream
@@ -39,6 +40,7 @@ from edgemoe.units import Residency
 
 if TYPE_CHECKING:
     from edgemoe.calibration import Calibration
+    from edgemoe.wall.plan import Plan
 
 DEFAULT_CHUNK = 128
 _T = TypeVar("_T", bound="Tier")
@@ -51,7 +53,9 @@ class Tier(Speaker):
     ram: bytes that the process may hold (RssAnon and shared memory). residency: slots per layer instead of that, or
     within it; with neither, every expert has a slot. calibration: warm set, bonus scale and token prior of this model;
     without it the warm set is experts 0 … C − 1, the scale is a running mean and there is no prior. A warm expert is
-    read when it is first used. chunk: tokens of a prompt that are decoded at once; it changes what steered policies
+    read when it is first used. plan: a placement plan, or its file: the experts that it keeps out of the SSD are read
+    now and stay, in RAM besides the slots, within `ram`.
+    chunk: tokens of a prompt that are decoded at once; it changes what steered policies
     decide. readers: reads in flight. verify_reads: read each slice twice and compare. record: keep each decision
     (a stream's `records`), in memory; observer: tell it of each of the only stream instead. n_gpu_layers: of so many
     layers all but the experts goes to a GPU. read_delay (seconds): slow reads down, unevenly, as tests do. streams:
@@ -73,6 +77,7 @@ class Tier(Speaker):
         ram: int | None = None,
         residency: Residency | None = None,
         calibration: "Calibration | None" = None,
+        plan: "Plan | str | Path | None" = None,
         n_ctx: int | None = None,
         n_threads: int | None = None,
         readers: int = DEFAULT_READERS,
@@ -109,6 +114,8 @@ class Tier(Speaker):
         self._store = ExpertStore(model, readers=readers, verify=verify_reads, delay=read_delay)
         try:
             sizes = [self._store.bytes_of(row) for row in range(geometry.n_moe_layers)]
+            self.pins: Pins = pins_of(plan, model) if plan is not None else ((),) * geometry.n_moe_layers
+            pinned = pinned_bytes(self.pins, sizes)
             slots = residency.slots(geometry.n_experts, sum(sizes)) if residency else None
             self.budget: Budget = budget_of_streams(
                 model,
@@ -120,8 +127,10 @@ class Tier(Speaker):
                 chunk=chunk,
                 ram=ram,
                 slots=slots,
+                pinned=pinned,
             )
             policy.check(geometry.n_experts, geometry.top_k, self.budget.slots)
+            self._store.allow(pinned + self.budget.slots * self.budget.slot_bytes + self.budget.scratch)
             self._load(n_ctx, kv_type, streams, advance)
         except BaseException:
             self.close()
@@ -156,6 +165,7 @@ class Tier(Speaker):
                 capacity=self.budget.slots,
                 delta=known.delta if known else None,
                 warm=known.warm if known else None,
+                pinned=self.pins,
             )
             self._streams.append(Stream(number, cache, self._observer))
         prior = known is not None and (self.policy.eviction == "score" or self.policy.prefetch == "token-prior")
@@ -169,6 +179,7 @@ class Tier(Speaker):
             has_prior=prior,
             record=self._recorded,
         )
+        bring(self._store, self.pins)
         self._decider.live[0] = True  # where it is the only one, as long as the engine
 
     @property
@@ -211,7 +222,7 @@ class Tier(Speaker):
 
     @property
     def capacity(self) -> int:
-        """C: slots per layer."""
+        """C: slots per layer, besides pinned experts'."""
         return self.budget.slots
 
     @property
@@ -238,6 +249,7 @@ class Tier(Speaker):
             "gpu_layers": self._n_gpu_layers,
             "kv": self._kv_type,
             "calibration": self._calibration.digest if self._calibration else "",
+            "pinned": digest(self.pins),
         }
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
 
