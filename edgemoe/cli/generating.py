@@ -111,7 +111,8 @@ def notes(writer: Writer, calibrated: bool) -> Iterator[str]:
         scale = ", the bonus scale is a running mean" if policy.uses_bonus else ""
         yield f"no --calibration: the warm set is experts 0 to {engine.capacity - 1}{scale}, there is no token prior"
     if policy.routing != "exact":
-        yield f"the router is steered towards what is in {'RAM' if streaming else 'a slot'}: the text is not exactly the model's own"
+        place = "RAM" if streaming else "a slot"
+        yield f"the router is steered towards what is in {place}: the text is not exactly the model's own"
     if streaming and not streaming.direct:
         yield "this file system cannot be read past the page cache: what reads leave in it is dropped"
 
