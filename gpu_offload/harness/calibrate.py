@@ -39,9 +39,9 @@ def calibrate_model(
             for _ in passes(model, ids, chunk):
                 pass
             for record in exact.take():
-                assert record.executed is not None and record.scores is not None
+                assert record.own is not None and record.scores is not None
                 tokens.append(record.tokens)
-                experts.append(record.executed)
+                experts.append(record.own)
                 ranges.append([score_ranges(scores) for scores in record.scores])
             advance(ids.numel())
     about = exact.provenance(batch=batch, chunk=chunk)

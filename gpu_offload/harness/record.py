@@ -110,8 +110,9 @@ def trace_of(
 ) -> Trace:
     """The trace of these requests, one window each: `save_trace`, `edgemoe stats` and `edgemoe simulate` take it.
 
-    `experts` holds what was executed: under exact routing the router's own choice. about: `Steered.provenance()`.
-    domains: one per record. Raises `UserError` without a record of level "decisions" or "scores".
+    As in the trace of any run, `experts` is the router's own choice; a steered run adds what was `executed` instead.
+    about: `Steered.provenance()`. domains: one per record. Raises `UserError` without a record of level "decisions" or
+    "scores".
     """
     if not records or any(len(record.tokens) == 0 for record in records):
         raise UserError(f"{name}: no tokens were recorded: run the model first")
@@ -122,11 +123,11 @@ def trace_of(
         parts = [getattr(record, what) for record in records]
         return None if any(part is None for part in parts) else np.concatenate(parts, axis=1)
 
-    experts, tokens = joined("executed"), np.concatenate([record.tokens for record in records])
-    assert experts is not None
+    own, tokens = joined("own"), np.concatenate([record.tokens for record in records])
+    assert own is not None
     lengths = [len(record.tokens) for record in records]
     return Trace(
-        experts=experts,
+        experts=own,
         n_experts=int(about["num_experts"]),
         layers=np.asarray(about["layers"], np.int32),
         windows=np.cumsum([0, *lengths[:-1]]).astype(np.int64),
@@ -135,5 +136,6 @@ def trace_of(
         tokens=None if (tokens < 0).any() else tokens,
         scores=joined("scores"),
         pregate=joined("pregate"),
+        executed=joined("executed") if about["steered"] else None,
         meta={**{key: value for key, value in about.items() if key != "layers"}, "num_tokens": int(sum(lengths))},
     )

@@ -121,7 +121,7 @@ class Steered:
             "model": self.fingerprint,
             "policy": str(self.policy),
             "policy_hash": self.policy.hash,
-            "capacity": self.capacity,
+            "slots": self.capacity,
             "calibration": "" if self.calibration is None else self.calibration.digest,
             **run,
         }
@@ -141,7 +141,8 @@ class Steered:
             "layer_top_k": top_k,
             "architecture": self.model.config.model_type,
             "header_sha256": [self.fingerprint],
-            "settings": self.configuration(**run),
+            "steered": self.policy.routing != "exact" or self.policy.elide > 0,
+            "run": self.configuration(**run),
             "layers": [router.layer for router in self.routers],
         }
 

@@ -39,6 +39,7 @@ def test_members_are_those_of_a_real_file(folder: Path) -> None:
     sizes = {"L": 4, "T": 300, "k": 4, "E": 16, "W": 3}
     with np.load(folder / "code.npz") as archive:
         documented = rows("W of windows.")
+        del documented["`executed`"]  # a steered run's only
         assert {name.strip("`") for name in documented} == set(archive.files)
         for name, rest in documented.items():
             array = archive[name.strip("`")]

@@ -48,13 +48,19 @@ def test_a_trace_replays_to_the_very_counts(family, tmp_path):
         {name: steered.totals[at] for name, at in totals.items()}
     )
     assert steered.totals[REPLACED] > 0
-    assert trace.meta["settings"]["policy_hash"] == PSR.hash and trace.meta["settings"]["capacity"] == capacity
+    assert np.array_equal(trace.executed, np.concatenate([record.executed for record in records], axis=1))
+    own = np.take_along_axis(trace.scores, trace.experts.astype(np.int64), axis=2)
+    best = np.sort(trace.scores, axis=2)[..., ::-1][..., : trace.top_k]
+    assert np.array_equal(own, best)
+    assert trace.meta["steered"] is True
+    assert trace.meta["run"]["policy_hash"] == PSR.hash and trace.meta["run"]["slots"] == capacity
 
 
 def test_statistics_read_a_trace():
     model = tiny("qwen3_moe")
     steered = steer(model, Policy(), 16, record="scores")
     trace = trace_of(run(steered, windows(4, 64)), steered.provenance(), "tiny")
+    assert trace.executed is None and trace.meta["steered"] is False
     assert trace.meta["architecture"] == "qwen3_moe" and trace.meta["model"] == "qwen3_moe"
     assert expert_loads(trace).sum(axis=1).tolist() == [4 * 256] * 3
     recall = pregate_recall(trace)
