@@ -66,8 +66,8 @@ class DevicePolicyState:
 
     def slot_of(self) -> np.ndarray:  # [L, E] int32
         """The slot of each expert, −1 for none, on the host."""
-        experts: np.ndarray = self.ints[:, 0, : view(self.like).n_experts].cpu().numpy()
-        return experts
+        experts: np.ndarray = self.ints[:, 0, : view(self.like).n_experts].cpu().numpy().copy()
+        return experts  # a copy also where the device is the host
 
     def reset(self) -> None:
         """Start a sequence as `LogicalCache.reset` does: the warm set in its slots, statistics zero."""
