@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_models import FAMILIES, MOE_LAYERS, VOCABULARY, calibrated, tiny, windows
+from tiny_models import FAMILIES, MOE_LAYERS, calibrated, tiny, windows
 
-from edgemoe.calibration import Calibration
 from edgemoe.errors import UserError
 from edgemoe.gpu_offload.harness.families import find_routers
 from edgemoe.gpu_offload.harness.steer import steer
@@ -351,7 +350,7 @@ def test_what_does_not_fit_is_refused(models, policy, capacity, words):
 
 
 def test_models_and_calibrations_that_do_not_fit_are_refused(models):
-    model, calibration = models("olmoe")
+    model, _ = models("olmoe")
     config = transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
     config.intermediate_size = 32
     with pytest.raises(UserError, match=r"llama model has no MoE block .* it can steer olmoe") as refusal:
@@ -374,7 +373,6 @@ def test_models_and_calibrations_that_do_not_fit_are_refused(models):
         UserError, match="layer 2 of this deepseek_v3 model has a DeepseekV3TopkRouter without num_group"
     ):
         steer(old, PSR, 8)
-    assert isinstance(calibration, Calibration)
 
 
 def test_what_cannot_be_followed_is_refused(models):
@@ -400,4 +398,3 @@ def test_what_cannot_be_followed_is_refused(models):
     broken.get_decoder().layers[1].mlp.gate.weight.data[3] = float("nan")
     with steer(broken, Policy(), 8), pytest.raises(UserError, match="layer 1 has router scores that are not numbers"):
         logits_of(broken, ids)
-    assert ids.max() < VOCABULARY
