@@ -42,6 +42,13 @@ class Recording:
     overwrite: Overwrite = False
     metrics: MetricsFile = None
 
+    def refuse(self, beside: str) -> None:
+        """Raise `UserError` if any is asked for beside an option that they do not go with."""
+        from edgemoe.errors import UserError
+
+        if self.trace or self.metrics:
+            raise UserError(f"--trace and --metrics follow one text: leave them out with {beside}")
+
     @contextmanager
     def of(self, verb: str, model: Path) -> Iterator[Records]:
         """Open them, refusing what cannot be written before the model is loaded; at the end, whatever it is, they are

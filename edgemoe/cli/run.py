@@ -49,6 +49,16 @@ def run(
     ] = None,
     system: given.System = None,
     chat_template: given.Template = None,
+    parallel: Annotated[
+        int | None,
+        typer.Option(
+            "--parallel",
+            metavar="B",
+            min=1,
+            help='With --ram: every line is a prompt of its own (or JSON, {"prompt": TEXT, "n": N}), and B texts are'
+            " written at a time, of -c tokens each; experts that several need are read once.",
+        ),
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on where the model would end the text.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object (text and figures) and nothing else.")
@@ -69,6 +79,14 @@ def run(
     template = given.read_text("--chat-template", chat_template) if chat_template else None
     interrupt_on_sigterm()
     model = offload.resolved(model)
+    if parallel is not None:
+        from edgemoe.cli.prompts import run_prompts
+
+        recording.refuse("--parallel")
+        templating = chat, system, template
+        if run_prompts(model, parallel, text, options, streaming, holding.settings(), templating, quiet=as_json):
+            raise typer.Exit(INTERRUPTED)
+        return
     with (
         recording.of("run", model) as records,
         loaded(model, as_json, streaming, records, **holding.settings()) as writer,
