@@ -186,6 +186,7 @@ def open_file(path: Path) -> tuple[int, int, bool]:
     if found is None or found[1] > mmap.PAGESIZE:
         if found:
             os.close(found[0])
+        os.posix_fadvise(plain, 0, 0, os.POSIX_FADV_RANDOM)  # what is read ahead nobody would drop
         return plain, plain, False
     return found[0], plain, True
 
