@@ -90,7 +90,7 @@ def policies() -> Iterator[Policy]:
     for top_j in (0, 1, 2):
         for scale in ("fixed", "running"):
             yield preset("psr-gated", top_j=top_j, scale=scale, lam=0.5)
-            yield Policy(routing="cache-prior", lam=1.0, top_j=top_j, scale=scale, eviction="lfu")  # type: ignore[arg-type]
+            yield Policy(routing="cache-prior", lam=1.0, top_j=top_j, scale=scale, eviction="lfu")
     yield Policy(routing="tau", tau=0.7, eviction="score")
     yield Policy(routing="tau", tau=0.2, eviction="static", prefetch="token-prior", window=3, budget=2)
     yield Policy(elide=0.2, eviction="lfu", prefetch="pre-gate", window=2, budget=1)

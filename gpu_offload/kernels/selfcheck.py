@@ -8,6 +8,7 @@ A GPU rounds and fuses as an interpreter does not, so this is run on each new ki
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,7 @@ def time_policy() -> dict[str, Any]:
                     decide.step(layer, None if last else layer + 1, z[layer], None if last else g[layer + 1])
 
             # Scores change between replays: decisions that never change would copy nothing.
-            graph_us = _graph_us(token, lambda z=scores: z.normal_()) / (LAYERS + 1)
+            graph_us = _graph_us(token, scores.normal_) / (LAYERS + 1)
             moved = decide.decisions.counts[:, 1:].sum(0).tolist()
             found[f"{name} E={n_experts} C={capacity} k={k}"] = {
                 "us_per_launch": round(graph_us, 2),
@@ -142,7 +143,7 @@ def _chunk_us(n_experts: int, capacity: int, k: int, n_tokens: int = 512) -> flo
     pregate = scores + 0.5 * torch.randn_like(scores)
     tokens = torch.zeros(n_tokens, dtype=torch.int64, device="cuda")
     out = decide.chunk(0, scores, pregate, tokens)
-    return _graph_us(lambda: decide.chunk(0, scores, pregate, tokens, out=out) and None, lambda: None, 5) / n_tokens
+    return _graph_us(lambda: decide.chunk(0, scores, pregate, tokens, out=out), lambda: None, 5) / n_tokens
 
 
 def time_sampling() -> dict[str, Any]:
@@ -153,13 +154,11 @@ def time_sampling() -> dict[str, Any]:
             sampler = DeviceSampler(options, vocabulary, 10_000)
             sampler.start(1)
             logits = torch.randn(vocabulary, device="cuda")
-            found[f"{name} V={vocabulary}"] = round(
-                _graph_us(lambda s=sampler, x=logits: s.sample(x), lambda x=logits: x.normal_()), 2
-            )
+            found[f"{name} V={vocabulary}"] = round(_graph_us(partial(sampler.sample, logits), logits.normal_), 2)
     return found
 
 
-def _graph_us(work: Callable[[], None], between: Callable[[], Any], replays: int = REPLAYS) -> float:
+def _graph_us(work: Callable[[], Any], between: Callable[[], Any], replays: int = REPLAYS) -> float:
     """Median time of a captured graph; `work` runs once before, to compile."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -48,8 +48,8 @@ class DevicePolicyState:
             reals[:, row, : c.n_experts] = getattr(c, name)
         words = np.stack([c.clock, c.frozen, c.n_predicted, np.zeros(n_layers)], axis=1).astype(np.int32)
         scales = np.stack([c.scale, c.range_sum], axis=1).astype(np.float32)
-        tensors = (torch.from_numpy(array).to(device) for array in (ints, reals, words, scales))
-        return cls(*tensors, like=cache.block.copy())
+        tensors = [torch.from_numpy(array).to(device) for array in (ints, reals, words, scales)]
+        return cls(tensors[0], tensors[1], tensors[2], tensors[3], cache.block.copy())
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
