@@ -4,18 +4,16 @@ Both engines are forced through the same windows of text, one token per decode, 
 The exact engine's logits are the reference: KL(exact ‖ steered) is 0 to the last bit where nothing was steered.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from edgemoe.evaluation.token_metrics import WindowMetrics, compare_rows, counts_of
 from edgemoe.generation.engine import Engine
 from edgemoe.policy.config import Policy
+from edgemoe.policy.replay import DEMAND, PREFETCHED, REPLACED, UNUSED
 from edgemoe.progress import Advance, no_progress
-
-if TYPE_CHECKING:
-    from edgemoe.streaming.engine import StreamingEngine
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,8 @@ class Divergence:
 
     `nll_exact` and `nll` [N] float64 are nats of the token that follows. `kl` [N]: KL(exact ‖ steered), nats. `agree`
     [N] bool: both rank the same token first. `replaced` [N]: executed experts that the router would not have chosen,
-    over all layers; `demand` and `prefetch` [N]: copies into the logical cache. They are 0 for an engine without one.
+    over all layers; `demand` and `prefetch` [N]: copies into the logical cache; `unused` [N]: those of `prefetch` that
+    their token did not execute. They are 0 for an engine without one.
     """
 
     nll_exact: np.ndarray
@@ -34,6 +33,7 @@ class Divergence:
     replaced: np.ndarray
     demand: np.ndarray
     prefetch: np.ndarray
+    unused: np.ndarray
 
     @property
     def perplexity_exact(self) -> float:
@@ -61,6 +61,18 @@ def window_logits(
     return np.stack(rows)
 
 
+def forced(
+    engine: Engine, tokens: np.ndarray, advance: Advance = no_progress
+) -> tuple[np.ndarray, np.ndarray]:  # [T − 1, V] float32, [T − 1, 5] int64
+    """`window_logits`, and what the engine's records say of each token; all zero where it keeps none."""
+    records = getattr(engine, "records", None)
+    if records is not None:
+        records.clear()
+    logits = window_logits(engine, tokens, advance)
+    counts = counts_of(records or (), getattr(engine, "policy", Policy()))
+    return logits, counts if len(counts) else np.zeros((len(logits), 5), np.int64)
+
+
 def divergence(
     engine: Engine,
     windows: Sequence[np.ndarray],
@@ -73,63 +85,17 @@ def divergence(
     A streaming engine made with `record=True` also tells what it replaced and copied. `advance` is told tokens, T − 1
     of each window.
     """
-    parts = []
-    for tokens, reference in zip(windows, exact, strict=True):
-        records = getattr(engine, "records", None)
-        if records is not None:
-            records.clear()
-        logits = window_logits(engine, tokens, advance)
-        decisions = _decisions(records, _policy(engine)) if records else {}
-        parts.append(_compare(np.asarray(tokens), reference, logits, decisions))
+    parts = [
+        compare_rows(tokens, reference, *forced(engine, tokens, advance))
+        for tokens, reference in zip(windows, exact, strict=True)
+    ]
+    counts = np.concatenate([part.counts for part in parts])
+    columns = {"replaced": REPLACED, "demand": DEMAND, "prefetch": PREFETCHED, "unused": UNUSED}
     return Divergence(
-        **{field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Divergence)}
+        *(_joined(parts, name) for name in ("nll_exact", "nll", "kl", "agree")),
+        **{name: counts[:, at] for name, at in columns.items()},
     )
 
 
-def _policy(engine: Engine) -> Policy:
-    policy: Policy = getattr(engine, "policy", Policy())
-    return policy
-
-
-def _compare(
-    tokens: np.ndarray, exact: np.ndarray, steered: np.ndarray, decisions: Mapping[str, np.ndarray]
-) -> Divergence:
-    log_p, log_q = _log_softmax(exact), _log_softmax(steered)
-    following = (np.arange(len(tokens) - 1), tokens[1:])
-    none = np.zeros(len(tokens) - 1, np.int64)
-    return Divergence(
-        nll_exact=-log_p[following],
-        nll=-log_q[following],
-        kl=(np.exp(log_p) * (log_p - log_q)).sum(axis=1),
-        agree=exact.argmax(axis=1) == steered.argmax(axis=1),
-        replaced=decisions.get("replaced", none),
-        demand=decisions.get("demand", none),
-        prefetch=decisions.get("prefetch", none),
-    )
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:  # [T, V] float64
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-
-
-def _decisions(records: "Sequence[dict[str, np.ndarray]]", policy: Policy) -> dict[str, np.ndarray]:
-    """Per token [T], from a streaming engine's records of single tokens: replaced slots, demand and prefetch copies."""
-    counts = np.stack([record["counts"][:, 0].sum(axis=0) for record in records])  # [T, 2]
-    replaced = np.zeros(len(records), np.int64)
-    if policy.routing != "exact":
-        for t, record in enumerate(records):
-            executed, scores = record["executed"][:, 0], record["scores"][:, 0]
-            own = np.argsort(-scores, axis=1, kind="stable")[:, : executed.shape[1]]
-            replaced[t] = sum(
-                len(set(ran.tolist()) - set(would.tolist())) for ran, would in zip(executed, own, strict=True)
-            )
-    return {"replaced": replaced, "prefetch": counts[:, 0], "demand": counts[:, 1]}
-
-
-def recorded_engine(path: "str", **settings: object) -> "StreamingEngine":
-    """A streaming engine for `divergence`: one token per decode, decisions recorded."""
-    from edgemoe.streaming.engine import StreamingEngine
-
-    engine: StreamingEngine = StreamingEngine(path, record=True, chunk=1, **settings)  # type: ignore[arg-type]
-    return engine
+def _joined(parts: Sequence[WindowMetrics], name: str) -> np.ndarray:
+    return np.concatenate([getattr(part, name) for part in parts])
