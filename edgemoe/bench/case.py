@@ -67,7 +67,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.load}, {self.streams} stream{'s' * (self.streams > 1)}, {self.policy_name}"
+        """`recorded ×8`, and the policy where it is not plain exact LRU."""
+        return f"{self.load} ×{self.streams}" + (f" {self.policy_name}" if self.policy != Policy() else "")
 
 
 @dataclass(frozen=True)

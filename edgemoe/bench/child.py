@@ -30,7 +30,7 @@ class Child:
                 if hierarchy
                 else None
             )
-            self._complaints = self._held.enter_context(tempfile.TemporaryFile("w+"))
+            self._complaints = self._held.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "edgemoe.bench.arm"],
                 stdin=subprocess.PIPE,

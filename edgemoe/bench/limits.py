@@ -31,7 +31,8 @@ from edgemoe.wall.tiers import Wall
 Watch = Callable[[str, int, str], AbstractContextManager[Advance]]
 _SIZES = (64 * KIB, 256 * KIB, MIB)
 _DISK, _QUICK_DISK = Effort(5, 9, 12), Effort(3, 3, 3)
-_PRODUCTS, _QUICK_PRODUCTS = Effort(3, 7, 12), Effort(2, 3, 3)
+_PRODUCTS, _QUICK_PRODUCTS = Effort(3, 7, 12), Effort(1, 3, 1)
+_QUICK_WORKING_SET = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,9 @@ def _probe_rest(model: Model, ssd: Ssd, threads: int, quick: bool, watch: Watch)
         ram = ram_probe.probe_ram(effort, counts, advance)
     kinds = tuple(dict.fromkeys((*model.geometry.expert_types, *model.geometry.type_bytes)))
     kinds = tuple(kind for kind in kinds if kind in ggml_probe.ALL_TYPES) or ("Q8_0",)
-    effort = _QUICK_PRODUCTS if quick else _PRODUCTS
-    plan = ggml_probe.ProductPlan(kinds, both_states=True, threads=(threads,), effort=effort)
+    plan = ggml_probe.ProductPlan(kinds, both_states=True, threads=(threads,), effort=_PRODUCTS)
+    if quick:
+        plan = replace(plan, effort=_QUICK_PRODUCTS, working_set=_QUICK_WORKING_SET)
     with watch("multiplying by experts", ggml_probe.n_rounds(plan), "rounds") as advance:
         found = ggml_probe.probe_products(plan, advance)
     plain = tuple(rate for rate in found.experts if not rate.repacked)
@@ -174,7 +176,7 @@ def _with_slots(model: Model, machine: Machine, streams: int, slots: int, n_ctx:
 
 
 def _beside_bytes(model: Model, limits: Limits, wall: Wall) -> float:
-    """Seconds per step that the CPU pays besides bytes, by the cost of every product (as `edgemoe wall` counts them)."""
+    """Seconds per step that the CPU pays besides bytes, by the cost of every product, as the wall counts."""
     weights, cpu = wall.machine.weights, wall.machine.cpu
     assert weights is not None and cpu is not None
     predicted = predict_cpu_decode(model, costs_of(limits.profile, limits.threads), wall.n_ctx, repack=False)

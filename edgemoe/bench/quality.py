@@ -48,7 +48,7 @@ class Extent:
     calibration: int = 4096
 
 
-QUICK = Extent(1, 48, 512)
+QUICK = Extent(1, 24, 128)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def measure_quality(extent: Extent, threads: int, watch: Watch) -> list[Point]:
     with watch("policies on the demo model", total, "tokens") as advance:
         for residency in RESIDENCIES:
             for name, policy in POLICIES.items():
-                settings = {
+                settings: dict[str, Any] = {
                     "policy": policy,
                     "residency": Residency.parse(residency),
                     "n_ctx": n_ctx,

@@ -27,7 +27,7 @@ from edgemoe.units import format_bytes
 from edgemoe.wall.batch import MIN_STEPS
 
 RATIO = 2.5  # the model over the memory that both sides have
-RANDOM = "random router"
+RANDOM, RECORDED = "random", "recorded"
 STREAMS = (1, 8, 32)
 # Both issue reads a layer early. Speculative routing executes what was prefetched; exact prefetching may be in vain.
 EARLY: dict[str, Policy] = {"speculative": preset("speculative"), "exact-prefetch": preset("exact-prefetch")}
@@ -175,7 +175,7 @@ def _cases(trace: Trace, streams: Sequence[int], folder: Path) -> Iterator[Case]
     for count in streams:
         ids = folder / f"{count}.npy"
         np.save(ids, forced_ids(trace, count))
-        yield Case(trace.name, count, "exact-lru", exact, str(ids))
+        yield Case(RECORDED, count, "exact-lru", exact, str(ids))
     for name, policy in EARLY.items():
         yield Case(RANDOM, 1, name, policy, beside_mmap=False)
 

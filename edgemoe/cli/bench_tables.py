@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from edgemoe.bench.report import Row
     from edgemoe.bench.ssd import Report
 
 
@@ -17,7 +16,7 @@ def show(report: Report) -> None:
 
     out = console()
     say(out, _head(report))
-    for made in (_cases(report), _readings(report), _wall(report), _quality(report), _bars(report)):
+    for made in (_cases(report), _steps(report), _reads(report), _wall(report), _quality(report), _bars(report)):
         out.print("", made)
     out.print("")
     say_notes(out, _notes(report), ())
@@ -30,7 +29,7 @@ def _head(report: Report) -> str:
     return (
         f"{format_bytes(report.model_bytes)} of model, {report.n_layers} layers of {report.trace.n_experts} experts, "
         f"in {format_bytes(report.limit)} of memory ({report.model_bytes / report.limit:.2f} ×); "
-        f"{report.threads} threads, {report.readers} reads in flight\n"
+        f"{report.threads} threads, {report.readers} reads in flight; recorded routing: {report.trace.name}\n"
         f"{limits.ssd.label}: {format_bytes(limits.disk)}/s in random reads of {format_bytes(limits.piece)} "
         f"({format_bytes(report.disk_after)}/s at the end)"
     )
@@ -41,18 +40,14 @@ def _cases(report: Report) -> Table:
     from edgemoe.cli.output import table
     from edgemoe.units import format_bytes
 
-    made = table("tok/s, all streams", "streams", "policy", "tok/s", "×", "rounds", "slots", "memory", "config")
+    made = table("routing × streams", "", "tok/s", "× mmap", "rounds", "slots", "memory held", "config")
     for result in report.results:
         for row in rows_of(result):
             times = result.outcome.speedup if row.engine == "edgemoe" else None
-            if row.problem:
-                made.add_row(_load(row), str(row.streams), row.policy, "–", "", "", "", "", "")
-                continue
             made.add_row(
-                _load(row),
-                str(row.streams),
-                row.policy,
-                f"{row.tokens_per_s:.3g} ±{row.spread:.0%}",
+                result.outcome.case.name if row.engine == "edgemoe" else "",
+                row.engine,
+                "–" if row.problem else f"{row.tokens_per_s:.3g} ±{row.spread:.0%}",
                 f"{times:.1f}" if times else "",
                 str(row.rounds),
                 str(row.slots or ""),
@@ -62,33 +57,61 @@ def _cases(report: Report) -> Table:
     return made
 
 
-def _readings(report: Report) -> Table:
-    """Where a step goes. The limit of reading is the disk's rate."""
-    from edgemoe.bench.report import over_longest, rows_of
+def _steps(report: Report) -> Table:
+    """Where a step's time goes."""
+    from edgemoe.bench.report import rows_of
     from edgemoe.cli.output import table
-    from edgemoe.units import format_bytes
 
     made = table(
-        *("ms per step", "step", "compute", "wait", "policy", "reads alone", "alone / wait", "early", "hidden"),
-        *("step / longest", "read", "of the disk", "hits"),
+        "ms per step", "step", "computing", "waiting", "policy", "reads alone", "alone / waiting", "issued early"
     )
     for result in report.results:
         row = rows_of(result)[0]
-        reading = row.reading
-        if reading is None:
+        if (reading := row.reading) is None:
             continue
-        rate = reading.read_bytes / reading.replay_s if reading.replay_s else None
         made.add_row(
             result.outcome.case.name,
             *(_ms(value) for value in (row.step_s, reading.compute_s, reading.wait_s, reading.policy_s)),
             _ms(reading.replay_s),
             _share(reading.replay_share),
             _share(reading.early),
-            _share(reading.hidden),
-            _times(over_longest(row)),
+        )
+    return made
+
+
+def _reads(report: Report) -> Table:
+    """What a step reads, beside what the disk gives."""
+    from edgemoe.bench.report import over_longest, rows_of
+    from edgemoe.cli.output import table
+    from edgemoe.units import format_bytes
+
+    made = table(
+        *(
+            "reads per step",
+            "bytes",
+            "mmap's",
+            "hits",
+            "bytes/s alone",
+            "of the disk",
+            "hidden",
+            "step / longer of both",
+        )
+    )
+    for result in report.results:
+        rows = rows_of(result)
+        if (reading := rows[0].reading) is None:
+            continue
+        rate = reading.read_bytes / reading.replay_s if reading.replay_s else None
+        fetched = rows[1].fetched_bytes if len(rows) > 1 else None
+        made.add_row(
+            result.outcome.case.name,
             format_bytes(reading.read_bytes),
-            _share(rate / report.limits.disk if rate else None),
+            format_bytes(fetched) if fetched else "–",
             _share(reading.hit_rate),
+            f"{format_bytes(rate)}/s" if rate else "–",
+            _share(rate / report.limits.disk if rate else None),
+            _share(reading.hidden),
+            _times(over_longest(rows[0])),
         )
     return made
 
@@ -98,8 +121,8 @@ def _wall(report: Report) -> Table:
     from edgemoe.cli.output import table
 
     made = table(
-        *("tok/s beside the wall", "measured", "wall", "measured / wall − 1", "wall's range", "reads ms", "compute ms"),
-        *("union", "hits: wall", "hits: run", "mmap"),
+        *("tok/s", "mmap", "measured", "wall", "off by", "its range", "reads ms", "compute ms", "union"),
+        *("hits", "measured hits"),
     )
     for result in report.results:
         rows, said = rows_of(result), result.prediction
@@ -108,6 +131,7 @@ def _wall(report: Report) -> Table:
         measured = rows[0].tokens_per_s
         made.add_row(
             result.outcome.case.name,
+            f"{rows[1].tokens_per_s:.3g}" if len(rows) > 1 and not rows[1].problem else "–",
             f"{measured:.3g}",
             f"{said.wall:.3g}",
             f"{said.error(measured):+.0%}",
@@ -117,7 +141,6 @@ def _wall(report: Report) -> Table:
             f"{said.union:.1f}",
             f"{said.hit_rate:.0%}",
             _share(rows[0].reading.hit_rate),
-            f"{rows[1].tokens_per_s:.3g}" if len(rows) > 1 and not rows[1].problem else "–",
         )
     return made
 
@@ -127,15 +150,14 @@ def _quality(report: Report) -> Table:
     from edgemoe.units import format_bytes
 
     made = table(
-        *("demo model", "resident", "slots", "reads / token", "read / token", "ms / token", "KL", "perplexity"),
-        *("(exact)", "same top-1", "replaced", "config"),
+        *("demo model", "slots", "reads", "bytes", "ms", "KL", "perplexity", "exact's", "same top-1", "replaced"),
+        "config",
     )
     for point in report.quality:
         found = point.divergence
         made.add_row(
             point.policy,
-            point.residency,
-            str(point.slots),
+            f"{point.slots} ({point.residency})",
             f"{point.reads:.2f}",
             format_bytes(point.read_bytes),
             _ms(point.token_s),
@@ -178,10 +200,6 @@ def _notes(report: Report) -> list[str]:
         if row.problem
     ]
     return [*notes, *problems, "± is half the range of the rounds over their median"]
-
-
-def _load(row: Row) -> str:
-    return row.load if row.engine == "edgemoe" else f"{row.load}: mmap"
 
 
 def _ms(seconds: float | None) -> str:
