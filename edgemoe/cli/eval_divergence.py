@@ -14,13 +14,18 @@ from edgemoe.cli.option_groups import spread
 from edgemoe.cli.stopping import interrupt_on_sigterm
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from typing import Any
+
+    from rich.console import Console
+    from rich.table import Table
 
     from edgemoe.evaluation.divergence import Estimate, Summary
     from edgemoe.evaluation.results import Results
 
 INTERRUPTED = 130
+QUALITY = ("exact ppl", "ppl", "excess", "KL", "top-1")
+COPIES = ("replaced", "demand", "prefetch", "unused")
 Elide = Annotated[
     float | None,
     typer.Option(
@@ -61,9 +66,9 @@ class Passes:
         typer.Option(
             "--engine",
             metavar="NAME",
-            help="llama.cpp (GGUF files; one token per decode, as generation routes), torch (Hugging Face folders; whole"
-            " windows per pass, decisions as in decoding) or offload (the RAM-to-VRAM engine on the CPU, one token per"
-            " decode). Default: llama.cpp for a file, torch for a folder.",
+            help="llama.cpp (GGUF files; one token per decode, as generation routes), torch (Hugging Face folders;"
+            " whole windows per pass, decisions as in decoding) or offload (the RAM-to-VRAM engine on the CPU, a token"
+            " per decode). Default: llama.cpp for a file, torch for a folder.",
         ),
     ] = None
     threads: Annotated[
@@ -74,10 +79,12 @@ class Passes:
         typer.Option("--dtype", metavar="NAME", help="torch, offload: weights as bfloat16 (the default) or float32."),
     ] = None
     device: Annotated[
-        str | None, typer.Option("--device", metavar="NAME", help="torch: cpu (the default), cuda, cuda:1, ... or auto.")
+        str | None,
+        typer.Option("--device", metavar="NAME", help="torch: cpu (the default), cuda, cuda:1, ... or auto."),
     ] = None
     chunk: Annotated[
-        int | None, typer.Option("--chunk", metavar="N", min=1, help="torch: positions per pass. Default: whole windows.")
+        int | None,
+        typer.Option("--chunk", metavar="N", min=1, help="torch: positions per pass. Default: whole windows."),
     ] = None
     batch: Annotated[
         int | None, typer.Option("--batch", metavar="N", min=1, help="torch: windows per pass. Default: 1.")
@@ -117,7 +124,9 @@ def divergence(
     ] = "psr-gated",
     residency: Annotated[
         str,
-        typer.Option("--residency", metavar="AMOUNT", help="Experts held: a share (50%), slots per layer (32) or bytes."),
+        typer.Option(
+            "--residency", metavar="AMOUNT", help="Experts held: a share (50%), slots per layer (32) or bytes."
+        ),
     ] = "50%",
     calibration: given.CalibrationFile = None,
     windows: Annotated[int, typer.Option("--windows", metavar="N", help="Windows of each domain.")] = 8,
@@ -127,7 +136,7 @@ def divergence(
         typer.Option(
             "--selfgen",
             metavar="N",
-            help="Also N windows that the exact model writes itself, at temperature 1: the excess there estimates the KL.",
+            help="Also N windows that the exact model writes itself, at temperature 1: the excess there estimates KL.",
         ),
     ] = 0,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the text that the model writes.")] = 0,
@@ -203,7 +212,7 @@ def _print_json(found: Mapping[str, Results], places: Mapping[str, Path]) -> Non
 def _print(found: Mapping[str, Results], places: Mapping[str, Path]) -> None:
     from rich.text import Text
 
-    from edgemoe.cli.output import console, say, say_notes, table
+    from edgemoe.cli.output import console, say, say_notes
     from edgemoe.evaluation.divergence import summarise
     from edgemoe.policy import Policy
 
@@ -212,17 +221,37 @@ def _print(found: Mapping[str, Results], places: Mapping[str, Path]) -> None:
         config = results.header.config
         how = f"{config['engine']}, {config['slots']} slots per layer, {Policy(**config['policy'])}"
         say(out, Text.assemble((name, "bold"), f" on {results.header.model.name}: {how}"))
-        columns = ("text", "exact ppl", "ppl", "excess", "KL", "top-1", "replaced", "demand", "prefetch", "unused")
-        filled = table(*columns)
-        for line in summarise(results):
-            filled.add_row(Text(line.domain), *_cells(line))
-        out.print(filled)
-        out.print()
-    length, header = next(iter(found.values())).header.config["window"], next(iter(found.values())).header
+        for filled in _tables(out, summarise(results)):
+            out.print(filled)
+            out.print()
+    header = next(iter(found.values())).header
+    length = header.config["window"]
     counts = ", ".join(f"{task.items} of {domain}" for domain, task in header.tasks.items())
     say(out, f"Windows of {length:,} tokens ({counts}), ± 95% over windows. Excess is the paired difference in ppl.")
     say(out, "KL(exact ‖ steered) in nats; replaced experts and copies are per token, over all layers.")
     say_notes(out, (), places.values())
+
+
+def _tables(out: Console, lines: Sequence[Summary]) -> list[Table]:
+    """One table where it fits, otherwise one of the quality and one of the copies."""
+    from rich.measure import Measurement
+
+    whole = _table((*QUALITY, *COPIES), lines)
+    if Measurement.get(out, out.options.update(max_width=10**6), whole).maximum <= out.width:
+        return [whole]
+    return [_table(QUALITY, lines), _table(COPIES, lines)]
+
+
+def _table(names: Sequence[str], lines: Sequence[Summary]) -> Table:
+    from rich.text import Text
+
+    from edgemoe.cli.output import table
+
+    filled = table("text", *names)
+    for line in lines:
+        cells = dict(zip((*QUALITY, *COPIES), _cells(line), strict=True))
+        filled.add_row(Text(line.domain), *(cells[name] for name in names))
+    return filled
 
 
 def _cells(line: Summary) -> list[str]:

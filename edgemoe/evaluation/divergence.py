@@ -16,7 +16,7 @@ from edgemoe.errors import UserError
 from edgemoe.evaluation.identity import model_id
 from edgemoe.evaluation.results import Header, Item, ModelId, Results, Task
 from edgemoe.evaluation.subject import Subject
-from edgemoe.evaluation.subjects import Runs, default_engine, subject
+from edgemoe.evaluation.subjects import Runs, check_model, default_engine, subject
 from edgemoe.evaluation.windows import SELFGEN, fingerprint_of, text_windows
 from edgemoe.evaluation.writer import ResultWriter
 from edgemoe.gpu_offload.vocabulary import open_vocabulary
@@ -70,6 +70,7 @@ def evaluate(
         raise UserError(f"--selfgen {extent.selfgen}: an interval needs at least 2 windows")
     contents = read_sources(sources)
     model = read_model(path)
+    check_model(model, extent.length)
     words = open_vocabulary(model)
     try:
         texts = text_windows(sources, contents, words, extent.windows, extent.length)
@@ -84,7 +85,7 @@ def evaluate(
     seeds = {}
     if extent.selfgen:
         if prefix is None:
-            raise UserError(f"{path}: a model without BOS and end-of-text token has nothing to begin with: no --selfgen")
+            raise UserError(f"{path}: without BOS or end-of-text token nothing begins a text: leave --selfgen out")
         total = extent.selfgen * (extent.length - 1)
         with watch("text of the model's own", total, "tokens") as advance:
             texts[SELFGEN] = ran.sample(extent.selfgen, extent.length, prefix, extent.seed, advance)
@@ -124,10 +125,9 @@ def _run(
             return writers[which].has(*places[at])
 
         left = [at for at in range(len(windows)) if not all(finished(at, which) for which in range(len(names)))]
-        total = ran.passes(list(policies.values())) * sum(len(windows[at]) for at in left)
-        with watch(f"{who.name}, {len(left):,} windows", total, "tokens") as advance:
-            found = ran.divergences(windows, list(policies.values()), finished, advance)
-            for at, which, metrics in found:
+        settings = list(policies.values())
+        with watch(f"{who.name}, {len(left):,} windows", ran.work(windows, settings, finished), "tokens") as advance:
+            for at, which, metrics in ran.divergences(windows, settings, finished, advance):
                 if not finished(at, which):
                     writers[which].add(Item(*places[at], metrics.means()))
         return {name: writer.finish() for name, writer in zip(names, writers, strict=True)}
@@ -178,11 +178,11 @@ ALL = "all"
 def summarise(results: Results) -> list[Summary]:
     """A line per domain, and one over all (each counting alike, windows as units within each), without selfgen."""
     tasks = results.header.tasks
-    domains = [name for name in tasks if tasks[name].in_mean]
+    domains = [name for name in sorted(tasks) if tasks[name].in_mean]
     lines = [_summary(name, results, [name]) for name in domains]
     if len(domains) > 1:
         lines.append(_summary(ALL, results, domains))
-    return lines + [_summary(name, results, [name]) for name in tasks if not tasks[name].in_mean]
+    return lines + [_summary(name, results, [name]) for name in sorted(tasks) if not tasks[name].in_mean]
 
 
 def _summary(name: str, results: Results, domains: Sequence[str]) -> Summary:

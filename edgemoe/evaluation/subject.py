@@ -36,13 +36,13 @@ class Subject(Protocol):
     def configuration(self, policy: Policy) -> dict[str, Any]:
         """All that decides the numbers, for the header of a result."""
 
-    def passes(self, policies: Sequence[Policy]) -> int:
-        """How often each window is run."""
+    def work(self, windows: Sequence[np.ndarray], policies: Sequence[Policy], skip: Skip) -> int:
+        """Tokens that `divergences` will tell `advance` of."""
 
     def divergences(
         self, windows: Sequence[np.ndarray], policies: Sequence[Policy], skip: Skip, advance: Advance = no_progress
     ) -> Iterator[tuple[int, int, WindowMetrics]]:
-        """(window, policy, its metrics) for all that are not finished. advance: told of tokens, T − 1 per pass."""
+        """(window, policy, its metrics) for all that are not finished, in any order, and perhaps for some that are."""
 
     def sample(
         self, count: int, length: int, prefix: int, seed: int, advance: Advance = no_progress
@@ -84,9 +84,13 @@ class TokenByToken:
             with self._opened(policy) as engine:
                 self.slots, self._n_vocab = engine.capacity, engine.n_vocab  # type: ignore[attr-defined]
 
-    def passes(self, policies: Sequence[Policy]) -> int:
-        reference = _reference(policies)
-        return 1 + sum(policy != reference for policy in policies)
+    def work(self, windows: Sequence[np.ndarray], policies: Sequence[Policy], skip: Skip) -> int:
+        reference, total = _reference(policies), 0
+        for at, window in enumerate(windows):
+            open_policies = [policy for which, policy in enumerate(policies) if not skip(at, which)]
+            if open_policies:
+                total += (1 + sum(policy != reference for policy in open_policies)) * (len(window) - 1)
+        return total
 
     def divergences(
         self, windows: Sequence[np.ndarray], policies: Sequence[Policy], skip: Skip, advance: Advance = no_progress

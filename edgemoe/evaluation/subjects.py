@@ -27,8 +27,8 @@ ENGINES = ("llama.cpp", "torch", "offload")
 class Runs:
     """How windows are run. None: the engine's default, which is in the header of every result.
 
-    threads: CPU threads. dtype: of the weights, for torch and offload. For torch only: device; chunk, positions per pass
-    (default: whole windows); batch, windows per pass.
+    threads: CPU threads. dtype: of the weights, for torch and offload. For torch only: device; chunk, positions per
+    pass (default: whole windows); batch, windows per pass.
     """
 
     length: int
@@ -47,18 +47,11 @@ def default_engine(path: Path) -> str:
 def subject(name: str, model: Model, residency: Residency, calibration: Path | None, runs: Runs) -> Subject:
     """The engine `name` on `model`.
 
-    Raises `UserError`, one line, for an unknown engine, a model that it cannot steer or that is too small for a window,
-    options that it does not have, another model's calibration, or a package that it needs.
+    Raises `UserError`, one line, for an unknown engine, a model that it cannot steer, options that it does not have,
+    another model's calibration, or a package that it needs.
     """
     if name not in ENGINES:
         raise UserError(f"--engine {name}: expected one of {', '.join(ENGINES)}")
-    if not model.geometry.is_moe:
-        raise UserError(f"{model.path}: a dense model, without experts to choose: nothing can be steered")
-    if model.geometry.n_ctx and runs.length > model.geometry.n_ctx:
-        raise UserError(
-            f"--ctx {runs.length:,}: longer than the context of {model.geometry.n_ctx:,} tokens that "
-            f"{model.path.name} was made for"
-        )
     _check_options(name, runs)
     if name == "torch" and model.format == "GGUF":
         raise UserError(f"{model.path}: torch runs Hugging Face folders: give one, or --engine llama.cpp")
@@ -75,6 +68,17 @@ def subject(name: str, model: Model, residency: Residency, calibration: Path | N
     except ModuleNotFoundError as error:
         extra = "gpu" if name == "offload" else "eval"
         raise UserError(f"--engine {name} needs {error.name}: pip install edgemoe[{extra}]") from None
+
+
+def check_model(model: Model, length: int) -> None:
+    """Raise `UserError` for a model without experts to choose, and for windows that are longer than its context."""
+    if not model.geometry.is_moe:
+        raise UserError(f"{model.path}: a dense model, without experts to choose: nothing can be steered")
+    if model.geometry.n_ctx and length > model.geometry.n_ctx:
+        raise UserError(
+            f"--ctx {length:,}: longer than the context of {model.geometry.n_ctx:,} tokens that "
+            f"{model.path.name} was made for"
+        )
 
 
 def _check_options(name: str, runs: Runs) -> None:
@@ -170,14 +174,18 @@ class Harness:
 
     def __init__(self, model: Model, residency: Residency, known: Calibration | None, runs: Runs) -> None:
         import torch
+        import transformers
 
         from edgemoe.gpu_offload.harness.families import find_routers
         from edgemoe.gpu_offload.harness.loading import load
 
         if residency.total_bytes is not None:
-            raise UserError(f"--residency {residency.text}: the torch engine takes a share (50%) or slots per layer (32)")
+            raise UserError(
+                f"--residency {residency.text}: the torch engine takes a share (50%) or slots per layer (32)"
+            )
         if runs.threads:
             torch.set_num_threads(runs.threads)
+        transformers.utils.logging.disable_progress_bar()  # progress is the command's to show
         self._model, _ = load(model.path, dtype=runs.dtype or "bfloat16", device=runs.device or "cpu")
         self._known, self._runs = known, runs
         self.slots = residency.slots(find_routers(self._model)[0].n_experts)
@@ -201,8 +209,9 @@ class Harness:
             **_common(self.slots, policy, self._known, self._runs),
         }
 
-    def passes(self, policies: Sequence[Policy]) -> int:
-        return 1 + len(policies)
+    def work(self, windows: Sequence[np.ndarray], policies: Sequence[Policy], skip: Skip) -> int:
+        left = [at for at in range(len(windows)) if not all(skip(at, which) for which in range(len(policies)))]
+        return (1 + len(policies)) * sum(len(windows[at]) for at in left)
 
     def divergences(
         self, windows: Sequence[np.ndarray], policies: Sequence[Policy], skip: Skip, advance: Advance = no_progress
