@@ -1,0 +1,67 @@
+"""Products of one token: a matrix in memory times a vector, at the speed at which the matrix can be read.
+
+Every block takes some rows of the matrix and all of the vector, which the L2 cache holds. RMS norms cost no pass of
+their own: the sum of squares is formed beside the products, and scales them at the end. Sums are float32.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_token(tokens, embedding, x, stop, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x [WIDTH] float32 becomes the embedding [V, WIDTH] of tokens[0]. Grid: blocks of BLOCK."""
+    if tl.load(stop) == 0:
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        token = tl.load(tokens).to(tl.int64)
+        row = tl.load(embedding + token * WIDTH + at, mask=at < WIDTH, other=0.0)
+        tl.store(x + at, row.to(tl.float32), mask=at < WIDTH)
+
+
+@triton.jit
+def load_recorded(recorded, scores, position, N: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """scores [N] float32 becomes the row of recorded [T, N] at `position`. Grid: blocks of BLOCK."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = recorded + tl.load(position) * N
+    tl.store(scores + at, tl.load(row + at, mask=at < N, other=0.0), mask=at < N)
+
+
+@triton.jit
+def normed_product(  # type: ignore[no-untyped-def]
+    x, norm, matrix, out, stop, eps, N_ROWS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out [N_ROWS] float32 = matrix [N_ROWS, WIDTH] · RMSNorm(x [WIDTH] float32) with weights norm [WIDTH] float32."""
+    if tl.load(stop) == 0:
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        inside = row < N_ROWS
+        lines = matrix + row.to(tl.int64)[:, None] * WIDTH
+        sums = tl.zeros((ROWS, BLOCK), tl.float32)
+        squares = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, WIDTH, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            there = at < WIDTH
+            weight = tl.load(lines + at[None, :], mask=inside[:, None] & there[None, :], other=0.0)
+            part = tl.load(x + at, mask=there, other=0.0)
+            sums += weight.to(tl.float32) * (part * tl.load(norm + at, mask=there, other=0.0))[None, :]
+            squares += part * part
+        scale = tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
+        tl.store(out + row, tl.sum(sums, 1) * scale, mask=inside)
+
+
+@triton.jit
+def added_product(  # type: ignore[no-untyped-def]
+    y, matrix, x, stop, N_ROWS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """x [N_ROWS] float32 += matrix [N_ROWS, WIDTH] · y [WIDTH] float32. Grid: blocks of ROWS."""
+    if tl.load(stop) == 0:
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        inside = row < N_ROWS
+        lines = matrix + row.to(tl.int64)[:, None] * WIDTH
+        sums = tl.zeros((ROWS, BLOCK), tl.float32)
+        for start in range(0, WIDTH, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            there = at < WIDTH
+            weight = tl.load(lines + at[None, :], mask=inside[:, None] & there[None, :], other=0.0)
+            sums += weight.to(tl.float32) * tl.load(y + at, mask=there, other=0.0)[None, :]
+        old = tl.load(x + row, mask=inside, other=0.0)
+        tl.store(x + row, old + tl.sum(sums, 1), mask=inside)
