@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def chat(folder: Path, turns: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], input=turns, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run([*COMMAND, *arguments], input=turns, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
 def test_piped_turns_keep_the_conversation(folder: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_conversation_that_outgrows_the_context_ends_in_one_line(folder: Path)
 
 def test_a_base_model_without_a_template_is_refused(folder: Path) -> None:
     command = [sys.executable, "-m", "edgemoe.cli", "chat", DEMO, "--threads", "1"]
-    done = subprocess.run(command, input="Hello\n", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, input="Hello\n", capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "no chat template" in done.stderr.splitlines()[-1]
 
 
@@ -87,7 +87,7 @@ class Person:
             os.execv(sys.executable, [*COMMAND, *arguments])
         self.seen = ""
 
-    def reads(self, pattern: str, within: float = 90) -> str:
+    def reads(self, pattern: str, within: float = 300) -> str:
         """Wait for something to appear after what was read so far."""
         until = time.monotonic() + within
         while not (found := re.search(pattern, self.seen, re.DOTALL)):
@@ -103,7 +103,7 @@ class Person:
     def types(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def leaves(self, pressing: str = "", within: float = 60) -> int:
+    def leaves(self, pressing: str = "", within: float = 300) -> int:
         """The exit code. `pressing` is typed every two seconds until then.
 
         Python notices a Ctrl-C that comes between readline's prompt and its wait for a key at the next key only.

@@ -87,7 +87,7 @@ def test_interrupted_it_leaves_nothing(tmp_path: Path, on_a_disk: None, number: 
     assert process.stderr is not None
     assert process.stderr.readline().startswith("reading the disk")
     process.send_signal(number)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=300)
     assert output == "" and list(tmp_path.iterdir()) == []
     if number == signal.SIGINT:
         assert process.returncode == 130 and "Traceback" not in errors, errors

@@ -29,7 +29,7 @@ CHATML = (
 
 def run(*arguments: str, stdin: str | bytes = "", folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     data = stdin.encode() if isinstance(stdin, str) else stdin
-    done = subprocess.run([*COMMAND, *arguments], input=data, cwd=folder, capture_output=True, timeout=120)
+    done = subprocess.run([*COMMAND, *arguments], input=data, cwd=folder, capture_output=True, timeout=300)
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
@@ -177,7 +177,7 @@ def test_what_is_no_model_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "junk.gguf").write_bytes(bytes(range(256)))
     (tmp_path / "folder").mkdir()
     command = [sys.executable, "-m", "edgemoe.cli", "run", name, "-p", "a"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and done.stderr.startswith("edgemoe: ") and done.stderr.count("\n") == 1
     assert name in done.stderr
 
@@ -189,7 +189,7 @@ def test_a_stop_keeps_the_text_and_prints_the_summary(how: signal.Signals) -> No
     assert process.stdout
     text = os.read(process.stdout.fileno(), 100)  # it writes: now stop it
     process.send_signal(how)
-    rest, errors = process.communicate(timeout=60)
+    rest, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert len(text + rest) > 0 and "ended: interrupted" in errors.decode()
     assert "Traceback" not in errors.decode()
@@ -203,7 +203,7 @@ def test_a_reader_that_leaves_ends_it_quietly() -> None:
     os.read(process.stdout.fileno(), 10)
     process.stdout.close()
     errors = process.stderr.read().decode()
-    assert process.wait(60) == 141 and "Traceback" not in errors
+    assert process.wait(300) == 141 and "Traceback" not in errors
 
 
 def test_a_full_context_ends_the_text_and_says_so() -> None:
@@ -219,7 +219,7 @@ class TestTerminal:
         if pid == 0:
             os.environ.update({"TERM": "xterm-256color", "LINES": "24", "COLUMNS": "80", **(env or {})})
             os.execv(sys.executable, [*COMMAND, *arguments])
-        shown, until = b"", time.monotonic() + 90
+        shown, until = b"", time.monotonic() + 300
         while time.monotonic() < until:
             if select.select([master], [], [], 1)[0]:
                 try:

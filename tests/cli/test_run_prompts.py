@@ -30,7 +30,7 @@ PROMPTS = 'In the beginning\n{"prompt": "def main():", "n": 4}\n\nOnce upon a ti
 
 
 def run(*arguments: str, stdin: str = PROMPTS) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*RUN, *arguments], input=stdin, capture_output=True, text=True, timeout=180)
+    return subprocess.run([*RUN, *arguments], input=stdin, capture_output=True, text=True, timeout=300)
 
 
 def test_texts_come_in_order_and_figures_apart(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_mistakes_are_one_line(arguments: list[str], expected: str) -> None:
 
 
 def test_experts_in_ram_are_refused() -> None:
-    done = subprocess.run([*RUN[:-2], "--parallel", "2"], input="a\n", capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*RUN[:-2], "--parallel", "2"], input="a\n", capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "give --ram or --residency with it" in done.stderr
 
 
@@ -117,6 +117,6 @@ def test_ctrl_c_prints_what_is_there() -> None:
     first = process.stdout.readline()  # the first text is whole, others are under way
     process.send_signal(signal.SIGINT)
     out, err = process.stdout.read(), process.stderr.read() if process.stderr else ""
-    assert process.wait(timeout=120) == 130, err
+    assert process.wait(timeout=300) == 130, err
     assert first == "== 1 of 501: In the beginning\n"
     assert "interrupted: Once upon a time" in out and "of 501 prompts" in err and "Traceback" not in err

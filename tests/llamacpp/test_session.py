@@ -82,18 +82,16 @@ def test_an_interrupt_ends_a_call_into_llama_cpp_before_it_is_raised(path: Path,
         seen: list[bool] = []
 
         def loads() -> None:
-            for _ in range(1000):
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(30_000):
                 time.sleep(0.01)
                 if session._interrupted:
                     break
             seen.append(session._interrupted)
 
-        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
             session._call(loads)
         assert seen == [True]
-        timer.join()
         session.decode(TOKENS[:4])
 
 
@@ -180,19 +178,21 @@ def test_an_interrupt_around_the_handing_over_frees_nothing_that_runs(
     path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """Ctrl-C between submitting a call and knowing that it was submitted: `close` must not free its context."""
-    ended: list[float] = []
+    begun, ended = threading.Event(), threading.Event()
+    late: list[Any] = []
 
     def runs() -> None:
+        begun.set()
         time.sleep(0.2)
-        ended.append(time.monotonic())
+        ended.set()
 
     class Submits:
         def submit(self, call: Any) -> Any:
             if when == "after":
                 threading.Thread(target=call).start()
-                time.sleep(0.05)
+                assert begun.wait(300)
             else:
-                threading.Timer(0.3, call).start()
+                late.append(call)
             raise KeyboardInterrupt
 
     session = Session(path, n_threads=1)
@@ -200,9 +200,8 @@ def test_an_interrupt_around_the_handing_over_frees_nothing_that_runs(
     with pytest.raises(KeyboardInterrupt):
         session._call(runs)
     session.close()
-    closed = time.monotonic()
-    time.sleep(0.6)
     if when == "after":
-        assert ended and ended[0] <= closed
+        assert ended.is_set(), "close has waited for the call"
     else:
-        assert not ended, "a call that was given up before it began never begins"
+        late[0]()
+        assert not begun.is_set(), "a call that was given up before it began never begins"

@@ -1,21 +1,19 @@
 """What must not become a wrong token: disks that fail, files that change, interrupts, models that do not fit."""
 
 import os
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from interrupting import interrupt_while_reading
 
 from edgemoe.demo import demo_model
 from edgemoe.errors import UserError
 from edgemoe.model import read_model
 from edgemoe.model.synthetic import write_synthetic
 from edgemoe.policy import preset
-from edgemoe.streaming import reads
 from edgemoe.streaming.budget import RUNTIME_BYTES
 from edgemoe.streaming.engine import StreamingEngine
 from edgemoe.units import Residency, parse_bytes
@@ -60,17 +58,12 @@ def test_a_read_that_fails_is_undone(tmp_path):
 @pytest.mark.parametrize("policy", ["exact-lru", "psr"])
 def test_an_interrupt_takes_the_token_back(policy):
     options = {"residency": Residency.parse("16"), "n_ctx": 128, "n_threads": 1, "chunk": 32, "policy": preset(policy)}
-    with StreamingEngine(demo_model(), read_delay=0.002, readers=1, **options) as engine:
+    with StreamingEngine(demo_model(), readers=1, **options) as engine:
         tokens = engine.tokenize(TEXT)[:60]
         engine.prefill(tokens[:20])
-        engine._store.ctl[reads.DELAY] = 50_000_000
-        timer = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
+        with interrupt_while_reading(engine._store, begun=3), pytest.raises(KeyboardInterrupt):
             engine.prefill(tokens[20:])
-        timer.join()
         assert engine.position == 20
-        engine._store.ctl[reads.DELAY] = 0
         found = engine.prefill(tokens[20:])
     with StreamingEngine(demo_model(), **options) as engine:
         engine.prefill(tokens[:20])

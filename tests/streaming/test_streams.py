@@ -1,12 +1,11 @@
 """Many sequences in one batch: each as its own cache decides, all bytes right, whoever joins, leaves or fails."""
 
 import os
-import signal
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from interrupting import interrupt_while_reading
 
 from edgemoe.demo import demo_model
 from edgemoe.errors import UserError
@@ -268,16 +267,8 @@ def test_an_interrupt_takes_every_stream_s_token_back(name):
     with make(**more) as engine, make(**more) as other:
         streams = [[e.join(e.tokenize(text)) for text in PROMPTS[:3]] for e in (engine, other)]
         positions = [stream.position for stream in streams[0]]
-        engine._store.ctl[reads.DELAY] = 200_000_000
-        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            for _ in range(100):
-                engine.step({stream: 40 + i for i, stream in enumerate(streams[0])})
-                positions = [position + 1 for position in positions]
-                other.step({stream: 40 + i for i, stream in enumerate(streams[1])})
-        timer.join()
-        engine._store.ctl[reads.DELAY] = 0
+        with interrupt_while_reading(engine._store, begun=3), pytest.raises(KeyboardInterrupt):
+            engine.step({stream: 40 + i for i, stream in enumerate(streams[0])})
         assert [stream.position for stream in streams[0]] == positions
         engine.step({stream: 40 + i for i, stream in enumerate(streams[0])})
         other.step({stream: 40 + i for i, stream in enumerate(streams[1])})

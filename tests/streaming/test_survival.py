@@ -35,12 +35,14 @@ def test_without_o_direct_the_same_is_read_and_the_page_cache_is_left_as_it_was(
     monkeypatch.setattr(store, "open_direct", lambda *_: None)
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        make_cold(file.fileno(), 0.01)
+        cold = make_cold(file.fileno(), 0.01)
         with StreamingEngine(path, **SMALL) as engine:
             assert not engine.direct
             assert np.array_equal(engine.prefill(TOKENS), expected)
             left = resident_share(file.fileno())
-        assert left is None or left < 0.3, "what reads bring into the page cache is dropped"
+    if cold is None or cold > 0.01:
+        pytest.skip("the page cache does not let go of this file system's pages (tmpfs?): only the bytes were compared")
+    assert left < 0.3, "what reads bring into the page cache is dropped"
 
 
 def test_a_disk_that_lies_is_caught_and_no_token_comes_of_it(path, tmp_path):
@@ -116,7 +118,7 @@ def test_a_kill_leaves_nothing_behind(path, tmp_path):
             time.sleep(0.2)
         finally:
             process.send_signal(signal.SIGKILL)
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait(300) == -signal.SIGKILL
     after = [sorted(p.name for p in place.iterdir() if "edgemoe" in p.name or place != places[2]) for place in places]
     assert after == before
 
