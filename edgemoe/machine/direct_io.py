@@ -38,17 +38,13 @@ def direct_io_alignment(directory: Path) -> int:
 def _smallest_alignment(descriptor: int, content: bytes) -> int:
     refused: OSError | None = None
     for alignment in ALIGNMENTS:
-        with mmap.mmap(-1, 2 * ALIGNMENTS[-1]) as pages:  # page-aligned
-            view = memoryview(pages)[: 2 * alignment]
-            try:
-                count = os.preadv(descriptor, [view], alignment)
-            except OSError as error:
-                refused = error
-                continue
-            finally:
-                same = bytes(view) == content[alignment : 3 * alignment]
-                view.release()
-        if count == 2 * alignment and same:
+        view = memoryview(mmap.mmap(-1, 2 * ALIGNMENTS[-1]))[: 2 * alignment]  # page-aligned
+        try:
+            count = os.preadv(descriptor, [view], alignment)
+        except OSError as error:
+            refused = error
+            continue
+        if count == 2 * alignment and view == content[alignment : 3 * alignment]:
             return alignment
         raise DirectIoError("reads return other bytes than were written")
     raise DirectIoError(f"reads are refused ({refused.strerror if refused else 'no reason given'})")

@@ -92,13 +92,13 @@ class DirectReader:
         that is short.
         """
         stride = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
-        with mmap.mmap(-1, len(offsets) * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
-            buffer = np.frombuffer(pages, np.uint8)
-            buffer[:: mmap.PAGESIZE] = 1
-            try:
-                results = self._run(descriptor, length, offsets, seconds, once, buffer.ctypes.data, stride)
-            finally:
-                del buffer  # or the pages cannot be given back
+        # Given back with its last reference: closing it would be refused, with an error that hides Ctrl-C, for as
+        # long as a traceback holds the array.
+        buffer = np.frombuffer(
+            mmap.mmap(-1, len(offsets) * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
+        )
+        buffer[:: mmap.PAGESIZE] = 1
+        results = self._run(descriptor, length, offsets, seconds, once, buffer.ctypes.data, stride)
         for _, _, _, failed, got, *_ in results.tolist():
             if failed >= 0:
                 _explain(descriptor, length, failed, got)
@@ -141,8 +141,7 @@ class DirectReader:
 def _explain(descriptor: int, length: int, offset: int, got: int) -> None:
     """Native code does not see errno: ask Python for the same bytes."""
     room = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
-    with mmap.mmap(-1, room) as pages, memoryview(pages) as whole, whole[:length] as view:
-        os.preadv(descriptor, [view], offset)
+    os.preadv(descriptor, [memoryview(mmap.mmap(-1, room))[:length]], offset)
     raise EOFError(f"a read of {length} bytes at {offset} gave {got}")
 
 

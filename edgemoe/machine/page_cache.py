@@ -95,9 +95,10 @@ def resident_share(descriptor: int) -> float | None:
     size = os.fstat(descriptor).st_size
     pages = np.empty(-(-size // mmap.PAGESIZE), np.uint8)
     libc = ctypes.CDLL(None, use_errno=True)
-    with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as mapped:
-        address = np.frombuffer(mapped, np.uint8).ctypes.data
-        failed = libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data))
+    # Unmapped with its last reference: closing it would be refused while a traceback (of Ctrl-C) holds the array.
+    mapped = np.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ), np.uint8)
+    address, answers = ctypes.c_void_p(mapped.ctypes.data), ctypes.c_void_p(pages.ctypes.data)
+    failed = libc.mincore(address, ctypes.c_size_t(size), answers)
     if failed:
         return None
     share = float((pages & 1).mean())

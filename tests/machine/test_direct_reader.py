@@ -54,6 +54,17 @@ def test_once_reads_every_offset_once(file: int, depth: int) -> None:
     assert done.bytes == 4 * MB and done.rate == done.bytes / done.seconds
 
 
+def test_ctrl_c_while_the_buffer_is_touched_is_ctrl_c(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(np.ndarray):
+        def __setitem__(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    whole = np.frombuffer
+    monkeypatch.setattr(np, "frombuffer", lambda *given: whole(*given).view(Interrupted))
+    with DirectReader(1) as reader, pytest.raises(KeyboardInterrupt):
+        reader.read(file, 4096, sequential(4 * MB, 4096, 1), seconds=0.01)
+
+
 def test_time_bounds_a_round_and_every_thread_reads_once(file: int) -> None:
     with DirectReader(4) as reader:
         timed = reader.read(file, 4096, sequential(4 * MB, 4096, 4), seconds=0.1)
