@@ -1,8 +1,8 @@
 """One side of a comparison, in a process of its own: `python -m edgemoe.bench.arm`.
 
 A request is a JSON object in a line of standard input, and so is its answer on standard output; the end of the input
-ends the process. `{"open": {…}}` loads (fields of `Opening`), `{"first": s, "count": n, "replay": true}`
-decodes n steps: seconds of each, what the engine counted, what came from the disk (`Server.steps`).
+ends the process. `{"open": {…}}` loads (fields of `Opening`), `{"first": s, "count": n, "log": FILE}` decodes n
+steps: seconds of each, what the engine counted, what came from the disk (`Server.steps`).
 """
 
 import json
@@ -161,7 +161,8 @@ class Streamed:
         self.position = 0
 
     def counters(self) -> dict[str, float]:
-        return {name: value for name, value in asdict(self.engine.stats()).items() if name != "ram_bytes"}
+        counted = {name: value for name, value in asdict(self.engine.stats()).items() if name != "ram_bytes"}
+        return {**counted, "distinct": self.engine.distinct}
 
     def log_reads(self) -> Any:
         return self.engine.log_reads()
@@ -184,23 +185,21 @@ class Server:
         self.ids = np.load(opening.forced, mmap_mode="r") if opening.forced else None
         self.described = self.arm.load()
 
-    def steps(self, first: int, count: int, replay: bool) -> dict[str, Any]:
-        """Decode `count` steps, with the routing that was recorded from step `first` on. With `replay`, an arm that
-        reads does those reads again at once, without inference: `replay_s`."""
+    def steps(self, first: int, count: int, log: str | None) -> dict[str, Any]:
+        """Decode `count` steps, with the routing that was recorded from step `first` on. What an arm that says so
+        reads meanwhile is written to the file `log`, as a `ReadLog`."""
         from edgemoe.streaming.memory import held_bytes
 
         if self.arm.position + count > self.opening.n_ctx:
             self.arm.rewind()
-        log = self.arm.log_reads() if replay else None
+        recorder = self.arm.log_reads() if log else None
         before = self.arm.counters()
         seconds = [self._one(step) for step in range(first, first + count)]
         after = self.arm.counters()
         counted = {name: after[name] - before[name] for name in after}
         answer: dict[str, Any] = {"seconds": seconds, "counted": counted, "ram_bytes": held_bytes()}
-        if log is not None:
-            from edgemoe.bench.replayed import reread
-
-            answer["replay_s"] = reread(log.end(), self.opening.readers)
+        if recorder is not None and log:
+            recorder.end().save(Path(log))
         return answer
 
     def _one(self, step: int) -> float:

@@ -1,10 +1,12 @@
 """One case: a load, a number of streams and a policy, run by the tier and, where memory can be limited, by mmap.
 
-Both are loaded in groups of the same size and take turns, round by round, over the same recorded steps. The disk's
-pages of the file are dropped before; then each warms up until its memory holds what it will.
+Both are loaded in groups of the same size and take turns, round by round. Each goes on in the recorded routing where
+it was, because a jump would lose what caches live on. The file's pages are dropped before; then each warms up until its
+memory holds what it will.
 """
 
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,11 +15,13 @@ from typing import Any
 
 from edgemoe.bench.arm import MAPPED, STREAMED, Opening
 from edgemoe.bench.child import Child
+from edgemoe.bench.limits import SPREAD
 from edgemoe.bench.memory_group import Hierarchy
 from edgemoe.errors import UserError
 from edgemoe.machine.page_cache import make_cold
 from edgemoe.policy import Policy
 from edgemoe.progress import Advance
+from edgemoe.streaming.replay_reads import ReadLog, replay
 
 # What the tier is told to hold, of its group's limit: page tables and the kernel's own are charged to the group, too.
 TOLD = 0.95
@@ -29,9 +33,9 @@ class Effort:
     """Rounds, seconds that each may take, steps that it has at most, and seconds of warming up."""
 
     rounds: int = 5
-    seconds: float = 3.0
-    steps: int = 16
-    warm_seconds: float = 12.0
+    seconds: float = 2.0
+    steps: int = 32
+    warm_seconds: float = 8.0
     warm_steps: int = 48
 
 
@@ -72,13 +76,22 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Replay:
+    """Seconds that a round's reads take without inference, layer by layer: into memory as the experts' is (huge pages,
+    too many for the processor's cache), and into one buffer per reader, which stays in that cache."""
+
+    alone_s: float
+    buffer_s: float
+
+
+@dataclass(frozen=True)
 class Round:
     """What one side did in one round: seconds of its steps, and what was counted meanwhile."""
 
     seconds: list[float]
     counted: dict[str, float]
     ram_bytes: int
-    replay_s: float | None = None
+    replay: Replay | None = None
 
     def per_step(self, name: str) -> float:
         return self.counted.get(name, 0.0) / len(self.seconds)
@@ -91,6 +104,7 @@ class Side:
     described: dict[str, Any] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
     peak: int | None = None
+    warmed: int = 0  # steps before the first round
     problem: str = ""
 
     def tokens_per_s(self, streams: int) -> list[float]:
@@ -124,7 +138,7 @@ def n_steps(effort: Effort) -> int:
 def run(case: Case, setting: Setting, advance: Advance) -> Outcome:
     """Measure a case. What one side cannot do is said in its `problem`; the other is measured all the same."""
     effort, sides, problems = setting.effort, {}, {}
-    _drop(setting.model)
+    drop_pages(setting.model)
     try:
         for arm in (STREAMED, MAPPED) if case.beside_mmap and setting.hierarchy else (STREAMED,):
             try:
@@ -135,15 +149,13 @@ def run(case: Case, setting: Setting, advance: Advance) -> Outcome:
                 if arm in sides:
                     sides.pop(arm).child.close()
         advance(_WARM)
-        first = effort.warm_steps
         for _ in range(effort.rounds):
             for arm, side in list(sides.items()):
                 try:
-                    side.round(first, effort)
+                    side.round(effort)
                 except UserError as error:
                     problems[arm] = str(error)
                     sides.pop(arm).child.close()
-            first += effort.steps
             advance(1)
         done = {arm: side.done() for arm, side in sides.items()}
     finally:
@@ -170,24 +182,36 @@ class _Measured:
             readers=setting.readers,
         )
         self.child = Child(opening, setting.hierarchy, setting.limit)
+        self.readers = setting.readers
         self.rounds: list[Round] = []
-        self.step_s = 0.0
+        self.step_s, self.warmed, self.at = 0.0, 0, 0
 
     def warm(self, effort: Effort) -> None:
         spent: list[float] = []
         while len(spent) < effort.warm_steps and sum(spent) < effort.warm_seconds:
             spent += self.child.steps(len(spent), 1)["seconds"]
         self.step_s = median(spent[len(spent) // 2 :])
+        self.warmed = self.at = len(spent)
 
-    def round(self, first: int, effort: Effort) -> None:
+    def round(self, effort: Effort) -> None:
         count = max(1, min(effort.steps, round(effort.seconds / self.step_s)))
-        self.rounds.append(Round(**self.child.steps(first, count, replay=True)))
+        with tempfile.TemporaryDirectory(prefix="edgemoe-bench-") as folder:
+            log = Path(folder) / "reads.npz"
+            answer = self.child.steps(self.at, count, log)
+            self.at += count
+            again = _replay(ReadLog.load(log), self.readers) if log.exists() else None
+        self.rounds.append(Round(**answer, replay=again))
 
     def done(self) -> Side:
-        return Side(self.child.described, self.rounds, self.child.peak)
+        return Side(self.child.described, self.rounds, self.child.peak, self.warmed)
 
 
-def _drop(path: Path) -> None:
+def _replay(log: ReadLog, readers: int) -> Replay:
+    return Replay(replay(log, readers=readers, spread=SPREAD), replay(log, readers=readers))
+
+
+def drop_pages(path: Path) -> None:
+    """Take a file out of the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         make_cold(descriptor, 0.0)

@@ -1,11 +1,13 @@
 """The parent's end of an arm: start it within its memory group, ask, and be sure that it is gone afterwards."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -37,7 +39,9 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=self._complaints,
                 text=True,
-                start_new_session=True,  # Ctrl-C is the parent's to answer
+                # Ctrl-C is the parent's to answer. Not a session of its own: the kernel schedules sessions apart
+                # (autogroup), and how nice this run is would not count there.
+                preexec_fn=os.setpgrp,
             )
             self._held.callback(self._end)
             join = str(self.group.joined_by) if self.group else None
@@ -46,9 +50,9 @@ class Child:
             self.close()
             raise
 
-    def steps(self, first: int, count: int, replay: bool = False) -> dict[str, Any]:
+    def steps(self, first: int, count: int, log: Path | None = None) -> dict[str, Any]:
         """`edgemoe.bench.arm.Server.steps` over there."""
-        return self._ask({"first": first, "count": count, "replay": replay})
+        return self._ask({"first": first, "count": count, "log": str(log) if log else None})
 
     @property
     def peak(self) -> int | None:

@@ -4,11 +4,15 @@ The disk is probed by reading the model's own file, in requests as large as its 
 the model's own types, as the file has them. A profile may stand in for RAM and products, never for the disk.
 """
 
+import mmap
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import median
+
+import numpy as np
 
 from edgemoe.machine import ggml_probe, ram_probe, ssd_probe
 from edgemoe.machine.identity import this_host
@@ -18,6 +22,8 @@ from edgemoe.machine.ssd_probe import KIB, MIB, SsdGrid
 from edgemoe.model import Model
 from edgemoe.model.memory import memory_needs
 from edgemoe.progress import Advance
+from edgemoe.streaming.replay_reads import ReadLog, replay
+from edgemoe.streaming.skeleton import is_streamed
 from edgemoe.tracing import Trace
 from edgemoe.wall.batch import batch, independent_union
 from edgemoe.wall.cpu_costs import costs_of
@@ -33,6 +39,8 @@ _SIZES = (64 * KIB, 256 * KIB, MIB)
 _DISK, _QUICK_DISK = Effort(5, 9, 12), Effort(3, 3, 3)
 _PRODUCTS, _QUICK_PRODUCTS = Effort(3, 7, 12), Effort(1, 3, 1)
 _QUICK_WORKING_SET = 1 << 26
+SPREAD = 512 << 20  # bytes of memory that replayed reads go into
+_BURST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -100,14 +108,24 @@ def _probe_rest(model: Model, ssd: Ssd, threads: int, quick: bool, watch: Watch)
 
 
 @dataclass(frozen=True)
+class Missed:
+    """Per layer and step: experts that are not in RAM, of the distinct ones that are executed."""
+
+    experts: float
+    union: float
+
+
+@dataclass(frozen=True)
 class Prediction:
     """Of one number of streams, in tok/s of all together and seconds per step.
 
-    `wall`: reading what a step needs, or computing it, whichever is slower. `least` … `most` is the wall's range: from
+    `wall`: reading what a step needs, or computing it, whichever is slower; `serial`: one after the other, as it is
+    where nothing is read before it is known to be needed. `least` … `most` is `edgemoe wall --batch`'s range: from
     nothing overlapped and an LRU that serves streams in the worst order, to all overlapped and perfect eviction.
     """
 
     wall: float
+    serial: float
     least: float
     most: float
     read_bytes: float
@@ -120,11 +138,9 @@ class Prediction:
         """Measured / `wall` − 1."""
         return tokens_per_s / self.wall - 1
 
-    def outside(self, tokens_per_s: float) -> float:
-        """How far outside of the range, as a share: 0 within it."""
-        if tokens_per_s < self.least:
-            return tokens_per_s / self.least - 1
-        return max(tokens_per_s / self.most - 1, 0.0)
+    def serial_error(self, tokens_per_s: float) -> float:
+        """Measured / `serial` − 1."""
+        return tokens_per_s / self.serial - 1
 
 
 def predict(
@@ -157,6 +173,7 @@ def _prediction(path: WallPath, union: float) -> Prediction:
     compute_s = path.slow - read_s
     return Prediction(
         wall=path.streams / max(read_s, compute_s),
+        serial=path.streams / (read_s + compute_s),
         least=path.tokens_per_s[0],
         most=path.tokens_per_s[1],
         read_bytes=path.copies[0].bytes[1],
@@ -165,6 +182,52 @@ def _prediction(path: WallPath, union: float) -> Prediction:
         hit_rate=path.hit.low,
         union=union,
     )
+
+
+def refine(
+    said: Prediction, model: Model, limits: Limits, streams: int, missed: Missed, compute_s: float
+) -> Prediction:
+    """The same with what this run knows better: what the tier's caches miss in the very steps that were run, the disk's
+    rate for reads that come a layer at a time, and what computing takes with everything in RAM."""
+    g = model.geometry
+    read_bytes = missed.experts * g.slot_bytes
+    read_s = read_bytes / burst_rate(model, limits, missed.experts) if read_bytes else 0.0
+    return replace(
+        said,
+        wall=streams / max(read_s, compute_s),
+        serial=streams / (read_s + compute_s),
+        read_bytes=read_bytes,
+        read_s=read_s,
+        compute_s=compute_s,
+        hit_rate=1 - missed.experts / missed.union,
+        union=missed.union,
+    )
+
+
+def burst_rate(model: Model, limits: Limits, experts: float) -> float:
+    """Bytes per second of random experts, so many at a time: the next ones are asked for when the last are there. A
+    layer's reads come so, and few at a time do not keep a disk busy. Into memory as experts' is."""
+    rng = np.random.default_rng(0)
+    g, page = model.geometry, mmap.PAGESIZE
+    layers = [[t for t in model.expert_tensors(layer) if is_streamed(t)] for layer in g.moe_layers]
+    lines: list[tuple[int, int, int, int]] = []
+    # As many experts in each group as the mean, and one more as often as its fraction says.
+    groups = max(round(_BURST_BYTES / (max(experts, 1.0) * max(g.expert_bytes))), 8)
+    for group in range(groups):
+        count = max(int(experts) + int(rng.random() < experts % 1), 1)
+        tensors = layers[int(rng.integers(len(layers)))]
+        for expert in rng.choice(g.n_experts, min(count, g.n_experts), replace=False).tolist():
+            for tensor in tensors:
+                length = tensor.nbytes // g.n_experts
+                start = (tensor.offset + expert * length) // page * page
+                lines.append(
+                    (tensor.file, start, -(-(tensor.offset + (expert + 1) * length) // page) * page - start, group)
+                )
+    number, offset, length_, group_ = (np.array(column, np.int64) for column in zip(*lines, strict=True))
+    none = np.zeros(len(number), np.int64)
+    log = ReadLog(tuple(model.files), number, offset, length_, none, none, none, group_)
+    seconds = [replay(log, readers=limits.readers, spread=SPREAD) for _ in range(3)]
+    return log.nbytes / median(seconds)
 
 
 def _with_slots(model: Model, machine: Machine, streams: int, slots: int, n_ctx: int) -> Machine:

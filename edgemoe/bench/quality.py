@@ -44,7 +44,7 @@ class Extent:
     """How much: windows of each text, tokens of each, and tokens of each text to calibrate with."""
 
     windows: int = 2
-    tokens: int = 192
+    tokens: int = 128
     calibration: int = 4096
 
 

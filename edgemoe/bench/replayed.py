@@ -3,8 +3,9 @@
 import numpy as np
 
 from edgemoe.bench.forced import ForcedDecider
+from edgemoe.streaming import words as w
 from edgemoe.streaming.engine import StreamingEngine
-from edgemoe.streaming.replay_reads import ReadLog, Recorder, replay
+from edgemoe.streaming.replay_reads import ReadLog, Recorder
 
 
 class ReplayedEngine(StreamingEngine):
@@ -30,7 +31,7 @@ class ReplayedEngine(StreamingEngine):
         """Note what is read from now on."""
         return ReadLog.begin(self._store)
 
-
-def reread(log: ReadLog, readers: int) -> float:
-    """Seconds that a log's reads take by themselves, as a layer waits for them: group by group."""
-    return replay(log, readers=readers)
+    @property
+    def distinct(self) -> int:
+        """Running total over layers and steps: experts that any stream executes."""
+        return int(self._decider.ctl[w.DISTINCT])

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from edgemoe.bench import case, quality
+from edgemoe.bench import case, quality, resident
 from edgemoe.bench.case import Case, Outcome, Setting
-from edgemoe.bench.limits import Limits, Prediction, Watch, measure_limits, predict, probe_disk
+from edgemoe.bench.limits import Limits, Missed, Prediction, Watch, measure_limits, predict, probe_disk, refine
 from edgemoe.bench.loads import Shape, fit_trace, forced_ids, shape_of, written
 from edgemoe.bench.memory_group import Hierarchy, find_hierarchy
+from edgemoe.bench.sharing import replayed_misses
 from edgemoe.errors import UserError
 from edgemoe.llamacpp.session import default_threads
 from edgemoe.machine.memory import ram
@@ -103,7 +104,9 @@ def bench_ssd(settings: Settings, watch: Watch) -> Report:
         limits = measure_limits(model, settings.readers, settings.threads, settings.quick, watch, settings.profile)
         place = None if isinstance(hierarchy, str) else hierarchy
         setting = Setting(model.files[0], limit, settings.threads, settings.readers, place, settings.effort)
-        results = [_run(one, setting, model, limits, fitted, watch) for one in _cases(fitted, settings.streams, folder)]
+        cases = list(_cases(fitted, settings.streams, folder))
+        alone = _resident(cases, model, setting, watch)
+        results = [_run(one, setting, model, limits, fitted, alone, watch) for one in cases]
         points = quality.measure_quality(quality.QUICK if settings.quick else quality.Extent(), settings.threads, watch)
         after = probe_disk(model.files[0], settings.readers, True, watch)
         return Report(
@@ -180,10 +183,41 @@ def _cases(trace: Trace, streams: Sequence[int], folder: Path) -> Iterator[Case]
         yield Case(RANDOM, 1, name, policy, beside_mmap=False)
 
 
-def _run(one: Case, setting: Setting, model: Model, limits: Limits, trace: Trace, watch: Watch) -> Result:
+def _resident(cases: Sequence[Case], model: Model, setting: Setting, watch: Watch) -> dict[int, float]:
+    """Seconds per step of each number of streams with all of the model in RAM; none where RAM does not hold it."""
+    if model.geometry.file_bytes + _SPARE > ram().available:
+        return {}
+    forced = [one for one in cases if one.forced]
+    found = {}
+    with watch("computing alone", resident.STEPS * len(forced), "steps") as advance:
+        resident.read_into_cache(setting.model)
+        for one in forced:
+            assert one.forced is not None
+            found[one.streams] = resident.resident_step(
+                setting.model, one.streams, one.n_ctx, setting.threads, one.forced, advance
+            )
+    case.drop_pages(setting.model)
+    return found
+
+
+def _run(
+    one: Case,
+    setting: Setting,
+    model: Model,
+    limits: Limits,
+    trace: Trace,
+    alone: dict[int, float],
+    watch: Watch,
+) -> Result:
     with watch(one.name, case.n_steps(setting.effort), "rounds") as advance:
         outcome = case.run(one, setting, advance)
     slots = outcome.streamed.described.get("slots")
     if slots is None or one.policy != preset("exact-lru"):
         return Result(outcome, None)
-    return Result(outcome, predict(model, limits, one.streams, slots, one.n_ctx, trace if one.forced else None))
+    said = predict(model, limits, one.streams, slots, one.n_ctx, trace if one.forced else None)
+    side = outcome.streamed
+    steps = sum(len(found.seconds) for found in side.rounds)
+    if said is None or not one.forced or not steps:
+        return Result(outcome, said)
+    missed = Missed(*replayed_misses(trace, one.streams, slots, side.warmed, steps))
+    return Result(outcome, refine(said, model, limits, one.streams, missed, alone.get(one.streams, said.compute_s)))

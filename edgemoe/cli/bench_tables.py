@@ -63,7 +63,8 @@ def _steps(report: Report) -> Table:
     from edgemoe.cli.output import table
 
     made = table(
-        "ms per step", "step", "computing", "waiting", "policy", "reads alone", "alone / waiting", "issued early"
+        *("ms per step", "step", "computing", "waiting", "policy", "reads alone", "/ waiting"),
+        *("into a reused buffer", "/ waiting", "issued early"),
     )
     for result in report.results:
         row = rows_of(result)[0]
@@ -72,8 +73,10 @@ def _steps(report: Report) -> Table:
         made.add_row(
             result.outcome.case.name,
             *(_ms(value) for value in (row.step_s, reading.compute_s, reading.wait_s, reading.policy_s)),
-            _ms(reading.replay_s),
-            _share(reading.replay_share),
+            _ms(reading.alone_s),
+            _share(reading.alone_share),
+            _ms(reading.buffer_s),
+            _share(reading.buffer_share),
             _share(reading.early),
         )
     return made
@@ -101,7 +104,7 @@ def _reads(report: Report) -> Table:
         rows = rows_of(result)
         if (reading := rows[0].reading) is None:
             continue
-        rate = reading.read_bytes / reading.replay_s if reading.replay_s else None
+        rate = reading.read_bytes / reading.alone_s if reading.alone_s else None
         fetched = rows[1].fetched_bytes if len(rows) > 1 else None
         made.add_row(
             result.outcome.case.name,
@@ -121,7 +124,8 @@ def _wall(report: Report) -> Table:
     from edgemoe.cli.output import table
 
     made = table(
-        *("tok/s", "mmap", "measured", "wall", "off by", "its range", "reads ms", "compute ms", "union"),
+        *("tok/s", "mmap", "measured", "wall: max", "off by", "wall: sum", "off by", "--batch says"),
+        *("reads ms", "compute ms", "union"),
         *("hits", "measured hits"),
     )
     for result in report.results:
@@ -135,6 +139,8 @@ def _wall(report: Report) -> Table:
             f"{measured:.3g}",
             f"{said.wall:.3g}",
             f"{said.error(measured):+.0%}",
+            f"{said.serial:.3g}",
+            f"{said.serial_error(measured):+.0%}",
             f"{said.least:.3g}–{said.most:.3g}",
             _ms(said.read_s),
             _ms(said.compute_s),
