@@ -16,7 +16,7 @@ Run = tuple["subprocess.CompletedProcess[str]", Path]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "-m", "edgemoe.cli", "demo", "--max-tokens", "400", "--plots", "out", "--json"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300), folder / "out"
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900), folder / "out"
 
 
 def test_it_prints_one_json_object_and_nothing_else(run: Run) -> None:
@@ -49,6 +49,6 @@ def test_every_picture_is_a_png(run: Run) -> None:
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     command = [sys.executable, "-m", "edgemoe.cli", "demo", "--plots", str(tmp_path / "file" / "x"), "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert result.returncode == 2
     assert len(result.stderr.strip().splitlines()) == 1

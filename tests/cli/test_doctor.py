@@ -26,7 +26,7 @@ OK = Check("packages", "ok", "")
 
 def doctor(*arguments: str | Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "edgemoe.cli", "doctor", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment})
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, **environment})
 
 
 def test_this_install_is_sound(tmp_path: Path) -> None:

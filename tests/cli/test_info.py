@@ -14,7 +14,7 @@ from edgemoe.model.synthetic import QWEN3_30B_A3B, write_synthetic
 
 def info(*arguments: str | Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "edgemoe.cli", "info", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **environment})
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, **environment})
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ HEAVY = ("numpy", "numba", "pandas", "matplotlib", "llama_cpp", "gguf", "torch",
 
 def run(*arguments: str, code: str | None = None) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "edgemoe.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def test_the_package_and_its_help_import_nothing_heavy() -> None:
@@ -123,7 +123,7 @@ def test_a_reader_that_has_gone_is_no_error(arguments: tuple[str, ...]) -> None:
     os.close(read)
     command = [sys.executable, "-m", "edgemoe.cli", *arguments]
     with os.fdopen(write, "w") as closed:
-        result = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=120)
+        result = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=600)
     assert (result.returncode, result.stderr) == (141, "")
 
 

@@ -19,7 +19,7 @@ COMMAND = [sys.executable, "-m", "edgemoe.cli", "probe"]
 
 
 def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=300)
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=900)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_interrupted_it_leaves_nothing(tmp_path: Path, on_a_disk: None, number: 
     assert process.stderr is not None
     assert process.stderr.readline().startswith("reading the disk")
     process.send_signal(number)
-    output, errors = process.communicate(timeout=300)
+    output, errors = process.communicate(timeout=900)
     assert output == "" and list(tmp_path.iterdir()) == []
     if number == signal.SIGINT:
         assert process.returncode == 130 and "Traceback" not in errors, errors
