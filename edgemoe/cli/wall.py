@@ -114,6 +114,9 @@ def wall(
     with its reasons: from nothing overlapped at the worst rates to everything overlapped at the best. Only bytes are
     counted.
     """
+    from dataclasses import replace
+
+    from edgemoe.cli.wall_run import notes_on_run
     from edgemoe.wall.ask import Question, ask
 
     rates = {"ssd": ssd, "ram": ram_bandwidth, "cpu": cpu_experts, "pcie": pcie, "vram": vram_bandwidth}
@@ -134,6 +137,7 @@ def wall(
             verify=verify,
         )
     )
+    answer = replace(answer, notes=(*answer.notes, *notes_on_run(answer, policy)))
     if verify:
         answer = _verified(answer, quiet=as_json)
     written = [plan] if plan else []

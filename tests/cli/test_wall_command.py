@@ -83,7 +83,7 @@ def demo_trace(tmp_path_factory):
         text.write_text((ROOT / "edgemoe" / "data" / f"{domain}.txt").read_text()[:12_000])
         texts += ["-f", f"{domain}={text}"]
     command = [sys.executable, "-m", "edgemoe.cli", "trace", DEMO, *texts, "-o", folder / "demo.npz", "--ctx", "512"]
-    subprocess.run([str(part) for part in command], check=True, capture_output=True, timeout=120)
+    subprocess.run([str(part) for part in command], check=True, capture_output=True, timeout=600)
     return folder / "demo.npz"
 
 
@@ -108,6 +108,30 @@ def test_more_ram_raises_the_replayed_hit_rate(edgemoe, demo_trace):
         report = json.loads(edgemoe("wall", DEMO, *PAPER, "--ram", ram, "--trace", demo_trace, "--json"))
         rates.append(next(way for way in report["ways"] if way["name"] == "slots in RAM")["hit_rate"])
     assert rates[0][0] < rates[1][0] and rates[0][1] < rates[1][1]
+
+
+def test_what_a_run_makes_of_the_same_ram_is_said(edgemoe, demo_trace, tmp_path):
+    """The slots are those of the engine itself, and the RAM for a plan is enough for it and hardly more."""
+    from edgemoe.errors import UserError
+    from edgemoe.streaming.engine import StreamingEngine
+    from edgemoe.units import parse_bytes
+
+    def notes(*more):
+        report = json.loads(edgemoe("wall", DEMO, *PAPER, "--ctx", 1024, "--json", *more))
+        return [note for note in report["notes"] if "edgemoe run" in note]
+
+    few = notes("--ram", "312MB")
+    with StreamingEngine(DEMO, ram=312_000_000, n_ctx=1024, n_threads=1) as engine:
+        slots = engine.budget.slots
+    assert len(few) == 1 and f"{slots} slots per layer in that RAM, not 64" in few[0]
+    plan = tmp_path / "plan.json"
+    least, planned = notes("--ram", "45MB", "--trace", demo_trace, "--plan", plan)
+    assert "of RAM at least" in least and "of RAM for this plan" in planned
+    need = parse_bytes(" ".join(planned.split("about ")[1].split()[:2]))
+    StreamingEngine(DEMO, ram=need + 2_000_000, n_ctx=1024, n_threads=1, plan=plan).close()
+    with pytest.raises(UserError, match="too little"):
+        StreamingEngine(DEMO, ram=need - 2_000_000, n_ctx=1024, n_threads=1, plan=plan)
+    assert notes("--ram", "2GB") == []
 
 
 def test_a_plan_for_another_file_is_refused(edgemoe, demo_trace, tmp_path):
