@@ -78,7 +78,7 @@ class PolicyLM(TemplateLM):
             raise UserError("without BOS or end-of-text token this model cannot score a text that follows nothing")
         return found
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_more: Any) -> list[int]:
         """Token ids; with BOS, once, unless `add_special_tokens` is False."""
         language = self._answers.language
         ids = language.tokenize(string.encode(errors="replace"), special=self._chat).tolist()
@@ -93,7 +93,7 @@ class PolicyLM(TemplateLM):
     def _loglikelihood_tokens(
         self,
         requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
-        **_: Any,
+        **_more: Any,
     ) -> list[tuple[float, bool]]:
         found = [(0.0, True)] * len(requests)  # what nothing has: a continuation that became no token
         at = [which for which, (_, _, continuation) in enumerate(requests) if continuation]
@@ -115,7 +115,7 @@ class PolicyLM(TemplateLM):
         self.truncated += len(context) > room
         return context[-room:]
 
-    def loglikelihood_rolling(self, requests: Sequence[Instance], **_: Any) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Instance], **_more: Any) -> list[float]:
         """Of each text, nats of its log-likelihood; one longer than the context in windows, which start afresh."""
         pairs, owner = [], []
         for at, request in enumerate(requests):
@@ -128,7 +128,7 @@ class PolicyLM(TemplateLM):
             found[at] += nats
         return found
 
-    def generate_until(self, requests: Sequence[Instance], **_: Any) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance], **_more: Any) -> list[str]:
         prompts = []
         repeats: Counter[tuple[Any, ...]] = Counter()
         for request in requests:

@@ -58,7 +58,8 @@ def check_installed() -> None:
 
             assert lm_eval.evaluator.evaluate
     except ModuleNotFoundError as error:
-        raise UserError(f"edgemoe eval tasks needs {error.name}: pip install edgemoe[eval]") from None
+        missing = (error.name or "lm_eval").partition(".")[0]
+        raise UserError(f"edgemoe eval tasks needs {missing}: pip install edgemoe[eval]") from None
     if not hasattr(TaskManager, "load"):
         raise UserError(f"lm-eval {lm_eval.__version__} is too old: pip install --upgrade edgemoe[eval]")
 
