@@ -121,10 +121,14 @@ class Streamed:
         self.opening, self.position = opening, 0
 
     def prepare(self) -> None:
+        from edgemoe.bench.forced import compile_streaming
         from edgemoe.bench.replayed import ReplayedEngine
         from edgemoe.llamacpp.session import quiet
+        from edgemoe.streaming.compiled import ready
 
         quiet()
+        ready()
+        compile_streaming()
         self.type = ReplayedEngine
 
     def load(self) -> dict[str, Any]:

@@ -73,6 +73,12 @@ def _address(streaming: bool) -> int:
     return int(c_callback(_on_streaming_node if streaming else _on_plain_node, signature, sources).address)
 
 
+def compile_streaming() -> None:
+    """Have the streaming engine's callback ready: compiling takes memory, which nobody's budget is for."""
+    Hub()
+    _address(True)
+
+
 class _Forced(Hub):
     """What both hubs below share."""
 
