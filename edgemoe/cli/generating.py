@@ -43,7 +43,7 @@ def loaded(model: Path, quiet: bool, streaming: dict[str, Any], records: Records
 
     device = streaming.get("device")
     if streaming and device is None:
-        _compile(quiet)
+        make_ready(quiet)
     total, nbytes = load_steps(model, streamed=bool(streaming), device=device)
     megabytes = max(1, round(nbytes / 1e6))
     with progress(f"loading {model.name}", megabytes, "MB", quiet=quiet) as advance:
@@ -65,7 +65,7 @@ def loaded(model: Path, quiet: bool, streaming: dict[str, Any], records: Records
         yield writer
 
 
-def _compile(quiet: bool) -> None:
+def make_ready(quiet: bool) -> None:
     """Make the native callback ready, and say so where that takes its time: at the first start on a machine."""
     from edgemoe.streaming.compiled import ready
 
@@ -177,6 +177,8 @@ def predicted(writer: Writer) -> dict[str, Any]:
         return {"unpredicted": "no calibration"}
     if known.hits is None:
         return {"unpredicted": "the calibration is of an earlier version: make it again"}
+    if any(engine.pins):
+        return {"unpredicted": "the calibration's caches pin no experts, this plan does"}
     rate = known.hits.at(engine.policy.hash, engine.capacity)
     if rate is None:
         return {"unpredicted": "the calibration covers presets as they are"}

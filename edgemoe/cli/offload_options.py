@@ -66,7 +66,7 @@ class Offload:
             "device": self.device,
             "residency": None if experts.residency is None else Residency.parse(experts.residency),
             "vram": None if self.vram is None else parse_bytes(self.vram),
-            "policy": preset(experts.policy or "exact-lru", **experts._overrides()),
+            "policy": preset(experts.policy or "exact-lru", **experts.overrides()),
             "calibration": experts.calibration,
             "chunk": experts.chunk,
             "dtype": self.dtype,

@@ -80,7 +80,13 @@ PlanFile = Annotated[
     ),
 ]
 Readers = Annotated[
-    int | None, typer.Option("--readers", metavar="N", min=1, help="With --ram: reads in flight at once.")
+    int | None,
+    typer.Option(
+        "--readers",
+        metavar="N",
+        min=1,
+        help="With --ram: reads in flight at once. Default: as many as edgemoe probe found this disk to want, or 8.",
+    ),
 ]
 Chunk = Annotated[
     int | None,
@@ -145,7 +151,7 @@ class Streaming:
         from edgemoe.policy import preset
         from edgemoe.units import Residency, parse_bytes
 
-        overrides = self._overrides()
+        overrides = self.overrides()
         if self.ram is None and self.residency is None:
             self._refuse_without_streaming(overrides)
             return {}
@@ -165,7 +171,7 @@ class Streaming:
         }
         return {name: value for name, value in settings.items() if value is not None}
 
-    def _overrides(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, Any]:
         """The fields of the policy that were given."""
         from edgemoe.cli.options import budget_option
 

@@ -41,7 +41,7 @@ def run_prompts(
     from edgemoe.errors import UserError
     from edgemoe.generation.parallel import Parallel, seeded
 
-    if not streaming or "device" in streaming:
+    if not streaming:
         raise UserError("--parallel reads experts from disk for all texts at once: give --ram or --residency with it")
     prompts, counts = parse_prompts(text, options.n)
     asked = [_with_count(each, n) for each, n in zip(seeded(options, len(prompts)), counts, strict=True)]
@@ -101,12 +101,12 @@ def _with_count(options: Options, n: int | None) -> Options:
 
 
 def _loaded(model: Path, places: int, streaming: dict[str, Any], holding: dict[str, Any], quiet: bool) -> Streams:
-    from edgemoe.cli.generating import _compile
+    from edgemoe.cli.generating import make_ready
     from edgemoe.generation.loading import load_steps
     from edgemoe.generation.parallel import load_streams
     from edgemoe.progress import progress
 
-    _compile(quiet)
+    make_ready(quiet)
     total, _ = load_steps(model, streamed=True)
     done = 0
     with progress(f"loading {model.name}", max(1, total // 10**6), "MB", quiet=quiet) as advance:

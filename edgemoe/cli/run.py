@@ -73,7 +73,10 @@ def run(
     Exit code 130 if Ctrl-C or SIGTERM ended it: the text so far and the summary are printed all the same.
     """
     from edgemoe.cli.generating import described, loaded, perform, print_summary
+    from edgemoe.errors import UserError
 
+    if parallel is not None and offload.device is not None:
+        raise UserError("--parallel reads experts from disk, --device holds them all in RAM: leave one out")
     options, streaming = sampling.options(ignore_eos), offload.settings(experts, holding)
     text = _prompt(prompt, file)
     template = given.read_text("--chat-template", chat_template) if chat_template else None

@@ -15,6 +15,7 @@ from edgemoe.streaming import words as w
 from edgemoe.streaming.store import ExpertStore
 from edgemoe.streaming.weights import load_weight
 
+ELSE = "keep it in RAM (run it without --ram and --residency)"  # what works where streaming does not fit
 _COMPLAINTS = {
     w.WRONG_IDS: "chose experts that do not exist",
     w.WRONG_ROWS: "did not choose for every token",
@@ -41,7 +42,7 @@ class Decider(Hub):
         layers = [router.layer for router in routers]
         if tuple(layers) != self.model.geometry.moe_layers:
             raise UserError(
-                f"{name}: its graph routes in layers {layers}, the file has {self.model.geometry.moe_layers}"
+                f"{name}: its graph routes in layers {layers}, the file has {self.model.geometry.moe_layers}: {ELSE}"
             )
         for at, router in enumerate(routers):
             if policy.needs_scores and not isinstance(router.scores, Reading):
@@ -72,7 +73,8 @@ class Decider(Hub):
     ) -> None:
         """Decide with a stream's own cache and read with `store` from now on, at most `rows` tokens per decode.
 
-        The store keeps `keep` experts per layer, and has up to `at_once` of a layer while that runs.
+        The store keeps `keep` experts per layer, and has up to `at_once` of a layer while that runs; pinned ones are
+        there besides.
         """
         policy, n_layers, n_experts = caches[0].policy, len(routers), self.model.geometry.n_experts
         self._store, self._caches, self._top_k = store, caches, max(router.top_k for router in routers)
@@ -97,7 +99,7 @@ class Decider(Hub):
         self.prior = np.zeros((rows, n_layers, n_experts) if has_prior else (0, n_layers, n_experts), np.float32)
         self._pregates = np.zeros((n_layers, rows, n_experts) if policy.needs_pregate else (0, 0, 0), np.float32)
         recorded = rows if record else 0
-        self._executed = np.zeros((n_layers, recorded, self._top_k), np.int32)
+        self._executed = np.full((n_layers, recorded, self._top_k), -1, np.int32)
         self._counts = np.zeros((n_layers, recorded, 2), np.int32)
         self._copies = np.zeros((n_layers, recorded, 2, n_experts), np.int32)
         self._needed, self._wanted = np.zeros((2, n_experts), np.uint8)
@@ -109,7 +111,7 @@ class Decider(Hub):
         ctl = self.ctl
         ctl[w.STORE] = store.ctl.ctypes.data
         ctl[[w.LAYERS, w.EXPERTS, w.CAPACITY, w.STREAMS]] = n_layers, n_experts, rows, len(caches)
-        ctl[[w.KEEP, w.LIMIT]] = keep, at_once
+        ctl[[w.KEEP, w.LIMIT, w.MOST]] = keep, at_once, self._top_k
         ctl[w.MODE] = w.SELECT if policy.needs_scores else w.OBSERVE
         for word, array in (
             (w.PRIOR, self.prior),
@@ -164,7 +166,9 @@ class Decider(Hub):
         found = _COMPLAINTS.get(int(self.ctl[w.COMPLAINT]))
         layer = self._layers[int(self.ctl[w.COMPLAINT_LAYER])]
         return (
-            UserError(f"{self.model.path}: layer {layer} {found}: streaming does not fit this model") if found else None
+            UserError(f"{self.model.path}: layer {layer} {found}: streaming does not fit this model: {ELSE}")
+            if found
+            else None
         )
 
     @property
@@ -173,7 +177,7 @@ class Decider(Hub):
         return bool(self.ctl[w.COMPLAINT])
 
     def record(self, rows: slice) -> dict[str, np.ndarray]:
-        """What the last decode decided for these rows, from: executed [L, T, k], counts [L, T, 2] and copies
+        """What the last decode decided for these rows, from: executed [L, T, k] (−1 pads), counts [L, T, 2] and copies
         [L, T, 2, E] of parts 1 and 2, and scores and pregate [L, T, E] where the policy has them (copies)."""
         out = {
             "executed": self._executed[:, rows].copy(),

@@ -1,11 +1,10 @@
 """Which experts stay in RAM: what the logical caches hold; where that is more than there is room for, what most hold.
 
 Every stream's logical cache decides for that stream alone, as if the store were its own. The store is one for all: per
-layer it keeps `KEEP` experts and those that are pinned, and while a layer runs, all that
-the layer executes. When it must give one back, that is
-an expert that the fewest caches hold, and among those the one that has not run for the longest time. With one stream
-it therefore keeps what the one cache holds. No decision depends on it: an expert that a cache holds and the store does
-not is read again.
+layer it keeps those that are pinned and `KEEP` others, and while a layer runs, all that the layer executes. When it
+must give one back, that is an expert that the fewest caches hold, and among those the one that has not run for the
+longest time. With one stream it therefore keeps what the one cache holds. No decision depends on it: an expert that a
+cache holds and the store does not is read again.
 """
 
 import numpy as np
@@ -28,9 +27,9 @@ def cache_of(ctl, stream):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def kept(ctl, layer):  # type: ignore[no-untyped-def]
-    """How many experts of a layer stay in RAM: the pinned ones, and KEEP."""
-    return ctl[w.KEEP] + cache_of(ctl, 0).pinned[layer]
+def is_pinned(c, layer, expert):  # type: ignore[no-untyped-def]
+    """Whether an expert stays whatever happens: every stream's cache has it in one of its first slots."""
+    return 0 <= c.slot_of[layer, expert] < c.pinned[layer]
 
 
 @kernel
@@ -50,13 +49,15 @@ def holders(ctl, layer):  # type: ignore[no-untyped-def]
 
 @kernel
 def make_room(ctl, layer, room, wanted):  # type: ignore[no-untyped-def]
-    """Give experts back until a layer has at most `room`: those there or on their way, and those `wanted` (uint8 [E]),
-    which stay. Returns how many it has then; more than `room` where what is left is wanted or being read."""
+    """Give experts back until a layer has at most `room` besides those that are pinned: those there or on their way,
+    and those `wanted` (uint8 [E]), which stay. Returns how many it has then; more than `room` where what is left is
+    wanted or being read."""
+    c = cache_of(ctl, 0)
     store, experts = _words(ctl[w.STORE], reads.CTL_WORDS), ctl[w.EXPERTS]
     at = reads.table(store, reads.STATE)[layer * experts : (layer + 1) * experts]
     count = 0
     for e in range(experts):
-        count += at[e] != reads.ABSENT or wanted[e] != 0
+        count += (at[e] != reads.ABSENT or wanted[e] != 0) and not is_pinned(c, layer, e)
     if count <= room:
         return count
     held = holders(ctl, layer)
@@ -64,7 +65,7 @@ def make_room(ctl, layer, room, wanted):  # type: ignore[no-untyped-def]
     while count > room:
         worst = -1
         for e in range(experts):
-            if at[e] == reads.PRESENT and wanted[e] == 0:
+            if at[e] == reads.PRESENT and wanted[e] == 0 and not is_pinned(c, layer, e):
                 worth = held[e] * _RECENT + used[e]
                 if worst < 0 or worth < held[worst] * _RECENT + used[worst]:
                     worst = e

@@ -135,7 +135,7 @@ def _decide(ctl, state, c, layer, t, ids):  # type: ignore[no-untyped-def]
         for i in range(m):
             ids[i] = c.executed[i]
     if ctl[w.ROUTING_OUT] != 0:
-        out = carray(_pointer(_grid_row(ctl[w.ROUTING_OUT], ctl, layer, t, k)), (k,), np.int32)
+        out = carray(_pointer(_grid_row(ctl[w.ROUTING_OUT], ctl, layer, t, ctl[w.MOST])), (k,), np.int32)
         for i in range(k):
             out[i] = ids[i]
 
@@ -190,7 +190,7 @@ def _prepare(ctl, state, layer, streams, wanted, asked):  # type: ignore[no-unty
     if inserted == 0:
         return
     size = _row(ctl, layer)[w.EXPERT_BYTES]
-    surplus = keeping.make_room(ctl, layer, keeping.kept(ctl, layer), wanted) - keeping.kept(ctl, layer)
+    surplus = keeping.make_room(ctl, layer, ctl[w.KEEP], wanted) - ctl[w.KEEP]
     reads.lock(store)
     for t in range(ctl[w.TOKENS]):
         c = keeping.cache_of(ctl, streams[t])
@@ -249,12 +249,11 @@ def _turn(ctl, state, layer, tensor):  # type: ignore[no-untyped-def]
         return False
     if not _decide_rows(ctl, state, layer, tensor, streams, needed):
         return False
-    distinct = _note_use(ctl, layer, needed)
+    others, kept = _note_use(ctl, layer, needed), ctl[w.KEEP]
     # A layer may execute more than is kept. What exceeds it is one layer's at a time.
     wanted[:] = 0
-    before, kept = layer - 1 if layer > 0 else layers - 1, keeping.kept(ctl, layer)
-    keeping.make_room(ctl, before, keeping.kept(ctl, before), wanted)
-    keeping.make_room(ctl, layer, kept if distinct <= kept else max(ctl[w.LIMIT], kept), needed)
+    keeping.make_room(ctl, layer - 1 if layer > 0 else layers - 1, kept, wanted)
+    keeping.make_room(ctl, layer, kept if others <= kept else max(ctl[w.LIMIT], kept), needed)
     _mirror(ctl, layer, needed, asked[layer])
     if ctl[w.SINGLE] and layer + 1 < layers:
         _prepare(ctl, state, layer + 1, streams, wanted, asked[layer + 1])
@@ -269,17 +268,19 @@ def _turn(ctl, state, layer, tensor):  # type: ignore[no-untyped-def]
 
 @kernel
 def _note_use(ctl, layer, needed):  # type: ignore[no-untyped-def]
-    """When the layer's experts last ran, and how many there were. Returns that."""
+    """When the layer's experts last ran, and how many there were. Returns how many of them are not pinned."""
+    c, others = keeping.cache_of(ctl, 0), 0
     used = _words(ctl[w.USED] + 8 * layer * ctl[w.EXPERTS], ctl[w.EXPERTS])
     distinct = 0
     for e in range(ctl[w.EXPERTS]):
         if needed[e]:
             used[e] = ctl[w.CLOCK]
             distinct += 1
+            others += not keeping.is_pinned(c, layer, e)
     if ctl[w.SINGLE]:
         ctl[w.DISTINCT] += distinct
         ctl[w.TURNS] += 1
-    return distinct
+    return others
 
 
 def on_node(tensor: int, ask: int, user_data: Any) -> int:

@@ -62,6 +62,11 @@ class ExpertStore:
         """Whether reads pass the page cache by. Where a file system cannot, pages are dropped after each read."""
         return all(direct for _, _, direct in self._files)
 
+    @property
+    def address_space(self) -> int:
+        """Bytes of the reserve."""
+        return self._reserve.size
+
     def _room(self, tensor: Tensor) -> int:
         return -(-(tensor.offset % mmap.PAGESIZE + tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -99,17 +104,24 @@ class ExpertStore:
         ctl[reads.VERIFY], ctl[reads.DELAY] = verify, int(delay * 1e9)
 
     def _start(self, readers: int) -> None:
+        self._end = weakref.finalize(
+            self, _end, self.ctl, self._threads, (self._tables, self._rings, self._locks, self.frames)
+        )
         for _ in range(readers):
             scratch = np.frombuffer(
                 mmap.mmap(-1, 3 * mmap.PAGESIZE + (PIECE if self.ctl[reads.VERIFY] else 0)), np.uint8
             )
             # A daemon: an engine that nobody closed must not keep the process from ending.
             thread = threading.Thread(target=reads.serve, args=(self.ctl, scratch), daemon=True, name="edgemoe-read")
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # what Python calls a refused thread
+                started = len(self._threads)
+                raise UserError(
+                    f"only {started} of {readers} readers could be started: give fewer, or raise the limit of threads "
+                    "or address space (ulimit -u, ulimit -v)"
+                ) from None
             self._threads.append(thread)
-        self._end = weakref.finalize(
-            self, _end, self.ctl, self._threads, (self._tables, self._rings, self._locks, self.frames)
-        )
 
     def allow(self, nbytes: int) -> None:
         """Let the memory of experts that left wait for those that come, up to so many bytes of experts in all. Until
@@ -174,6 +186,24 @@ def _end(ctl: np.ndarray, threads: list[threading.Thread], _alive: tuple[object,
     reads.stop(ctl, reads.STOP)
     for thread in threads:
         thread.join()
+
+
+def readers_for(model: Model) -> int:
+    """How many reads this model's disk wants in flight: the fewest that `edgemoe probe` found to be (within 2%) as fast
+    as any, for reads of a slice; `DEFAULT_READERS` where this disk was not probed."""
+    from edgemoe.machine.profile import load_profile
+
+    try:
+        ssd = load_profile(model=model.path).ssd
+    except UserError:
+        return DEFAULT_READERS
+    if ssd is None:
+        return DEFAULT_READERS
+    layer = model.geometry.moe_layers[0]
+    nbytes = min(PIECE, max(piece.length for piece in model.expert_slices(layer, 0)))
+    rates = {p.depth: ssd.random_expert(nbytes, p.depth) for p in ssd.points if p.pattern == "random"}
+    enough = 0.98 * max(rates.values())
+    return min(MAX_READERS, min(depth for depth, rate in rates.items() if rate >= enough))
 
 
 def open_file(path: Path) -> tuple[int, int, bool]:

@@ -29,12 +29,12 @@ from edgemoe.model import Model, read_model
 from edgemoe.policy import LogicalCache, Policy
 from edgemoe.progress import Advance, no_progress
 from edgemoe.streaming import words as w
-from edgemoe.streaming.budget import Budget, budget_of_streams
-from edgemoe.streaming.decider import Decider
-from edgemoe.streaming.memory import held_bytes
+from edgemoe.streaming.budget import RUNTIME_BYTES, Budget, budget_of_streams
+from edgemoe.streaming.decider import ELSE, Decider
+from edgemoe.streaming.memory import check_address_space, held_bytes
 from edgemoe.streaming.pins import Pins, bring, digest, pinned_bytes, pins_of
 from edgemoe.streaming.skeleton import Skeleton, is_streamed
-from edgemoe.streaming.store import DEFAULT_READERS, ExpertStore
+from edgemoe.streaming.store import ExpertStore, readers_for
 from edgemoe.streaming.stream import Stream
 from edgemoe.units import Residency
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from edgemoe.wall.plan import Plan
 
 DEFAULT_CHUNK = 128
+_MARGIN = 128 << 20  # address space for stacks, allocators, and what llama.cpp takes for a while
 _T = TypeVar("_T", bound="Tier")
 OBSERVED = ("executed", "scores", "pregate")  # what an observer is told of each token
 
@@ -54,12 +55,12 @@ class Tier(Speaker):
     within it; with neither, every expert has a slot. calibration: warm set, bonus scale and token prior of this model;
     without it the warm set is experts 0 … C − 1, the scale is a running mean and there is no prior. A warm expert is
     read when it is first used. plan: a placement plan, or its file: the experts that it keeps out of the SSD are read
-    now and stay, in RAM besides the slots, within `ram`.
-    chunk: tokens of a prompt that are decoded at once; it changes what steered policies
-    decide. readers: reads in flight. verify_reads: read each slice twice and compare. record: keep each decision
-    (a stream's `records`), in memory; observer: tell it of each of the only stream instead. n_gpu_layers: of so many
-    layers all but the experts goes to a GPU. read_delay (seconds): slow reads down, unevenly, as tests do. streams:
-    sequences that may be there at once, of `n_ctx` tokens each. `advance` is told of the bytes that loading copies:
+    now and stay, in RAM besides the slots, within `ram`. chunk: tokens of a prompt that are decoded at once; it changes
+    what steered policies decide. readers: reads in flight, by default as many as `edgemoe probe` found this disk to
+    want. verify_reads: read each slice twice and compare. record: keep each decision (a stream's `records`), in memory;
+    observer: tell it of each of the only stream instead. n_gpu_layers: of so many layers all but the experts goes to a
+    GPU. read_delay (seconds): slow reads down, unevenly, as tests do. streams: sequences that may be there at once, of
+    `n_ctx` tokens each. `advance` is told of the bytes that loading copies:
     `edgemoe.streaming.skeleton.dense_bytes` in all.
 
     Raises `UserError` for a model that is no mixture of experts or whose graph is not as streaming needs it, for a
@@ -80,7 +81,7 @@ class Tier(Speaker):
         plan: "Plan | str | Path | None" = None,
         n_ctx: int | None = None,
         n_threads: int | None = None,
-        readers: int = DEFAULT_READERS,
+        readers: int | None = None,
         chunk: int = DEFAULT_CHUNK,
         kv_type: str = "f16",
         verify_reads: bool = False,
@@ -111,6 +112,7 @@ class Tier(Speaker):
         self._tokens, self._seconds = 0, 0.0
         self._streams: list[Stream] = []
         self._session: SkeletonSession | None = None
+        readers = readers_for(model) if readers is None else readers
         self._store = ExpertStore(model, readers=readers, verify=verify_reads, delay=read_delay)
         try:
             sizes = [self._store.bytes_of(row) for row in range(geometry.n_moe_layers)]
@@ -131,6 +133,8 @@ class Tier(Speaker):
             )
             policy.check(geometry.n_experts, geometry.top_k, self.budget.slots)
             self._store.allow(pinned + self.budget.slots * self.budget.slot_bytes + self.budget.scratch)
+            beside = self.budget.fixed - RUNTIME_BYTES + _MARGIN
+            check_address_space(beside + self._store.address_space, model.path)  # experts have it twice while loading
             self._load(n_ctx, kv_type, streams, advance)
         except BaseException:
             self.close()
@@ -200,11 +204,13 @@ class Tier(Speaker):
             if weight.name not in self._store.addresses:
                 raise UserError(
                     f"{self.model.path}: its graph multiplies by {weight.name or weight.op}, which is no "
-                    "tensor of experts that edgemoe knows: streaming does not fit this model"
+                    f"tensor of experts that edgemoe knows: streaming does not fit this model: {ELSE}"
                 )
             GraphTensor.from_address(weight.pointer).data = left.pop(weight.name, weight.tensor.data)
         if left:
-            raise UserError(f"{self.model.path}: its graph does not use {next(iter(left))}: streaming does not fit it")
+            raise UserError(
+                f"{self.model.path}: its graph does not use {next(iter(left))}: no fit for streaming: {ELSE}"
+            )
         session.clear()
         session.drop_window()
         return [routers[layer] for layer in sorted(routers)]
@@ -275,10 +281,11 @@ class Tier(Speaker):
         except BaseException:
             self._store.settle()
             self._decider.forget_asked()
+            assert self._session is not None
             for stream, _ in feeds:
                 stream.undo()
-                assert self._session is not None
-                stream.position = self._session.forget(stream.position, stream.number)
+                if self._session.forget(stream.position, stream.number) < stream.position:
+                    stream.start()  # recurrent layers keep no earlier state: all of it is gone
             raise
         finally:
             self._seconds += time.perf_counter() - start

@@ -14,6 +14,7 @@ COMPLAINT_LAYER = 29
 (STREAMS, ROW_STREAM, LIVE, KEEP, LIMIT, USED, HELD) = range(32, 39)
 # whether each stream has one row in this decode, which decode it is, and totals of such: distinct experts, layers
 (SINGLE, CLOCK, DISTINCT, TURNS) = range(39, 43)
+MOST = 43  # experts that a token executes in a layer, at most: the width of ROUTING_OUT
 CTL_WORDS = 48
 
 # MODE: does the policy choose by scores, and are its choices written?

@@ -72,6 +72,7 @@ def test_json_is_one_object() -> None:
     ("arguments", "expected"),
     [
         (["--parallel", "2", "--metrics", "m.jsonl"], "--trace and --metrics follow one text"),
+        (["--parallel", "2", "--device", "cpu"], "--device holds them all in RAM: leave one out"),
         (["--parallel", "300"], "300 streams: expected 1 to 256"),
         (["--parallel", "40", "--ram", "350MB", "-c", "1024"], r"for 40 streams: .*; \d+ would fit"),
     ],

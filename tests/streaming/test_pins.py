@@ -12,6 +12,7 @@ from edgemoe.model.synthetic import write_synthetic
 from edgemoe.policy import LogicalCache, preset
 from edgemoe.streaming import reads
 from edgemoe.streaming.engine import StreamingEngine
+from edgemoe.streaming.streams import Streams
 from edgemoe.units import Residency, parse_bytes
 from edgemoe.wall.plan import LayerPlan, Plan, load_plan, save_plan
 
@@ -115,3 +116,18 @@ def test_a_writer_takes_a_plan(planned):
     path, plan = planned
     with load(path, plan=plan, **SMALL) as writer:
         assert writer.engine.pins[0] == (3, 9, 1)
+
+
+def test_pinned_experts_are_never_read_again_whatever_else_needs_the_room(planned):
+    """Chunks that execute more than there are slots, then many streams whose caches hold all kinds of experts."""
+    path, plan = planned
+    with Streams(path, 4, plan=plan, **SMALL) as streams:
+        log = streams._store.log(1 << 16)
+        texts = [streams.join(np.arange(3 + 50 * i, 53 + 50 * i)) for i in range(4)]
+        for step in range(30):
+            streams.step({text: (7 * step + 31 * i) % 200 + 3 for i, text in enumerate(texts)})
+        cells = log[: streams._store.ctl[reads.LOG_COUNT], reads.LOG_READ] // 65536
+        pinned = {row * 16 + expert for row, kept in enumerate(KEPT) for expert in kept}
+        assert len(cells) > 500 and not pinned & set(cells.tolist())
+        state = streams._store.states()
+        assert all((state[row, kept] == reads.PRESENT).all() for row, kept in enumerate(KEPT))

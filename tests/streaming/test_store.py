@@ -5,16 +5,21 @@ import mmap
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from edgemoe.errors import UserError
+from edgemoe.machine.disk import disk_of
+from edgemoe.machine.identity import gpu_uuids, this_host
+from edgemoe.machine.profile import Profile, RamRates, Rate, Ssd, SsdPoint, ThreadsRate, save_profile
 from edgemoe.model import read_model
 from edgemoe.model.synthetic import write_synthetic
 from edgemoe.streaming import reads
-from edgemoe.streaming.store import ExpertStore
+from edgemoe.streaming.engine import StreamingEngine
+from edgemoe.streaming.store import ExpertStore, readers_for
 
 
 def bring(store, row, experts, kind=reads.DEMAND):
@@ -213,3 +218,23 @@ def test_readers_out_of_range_are_refused(tmp_path):
         with pytest.raises(UserError, match="expected 1 to 128"):
             ExpertStore(model, readers=readers)
     assert Path(model.path).exists()
+
+
+def test_the_number_of_readers_is_what_the_probed_disk_wants(tmp_path, monkeypatch):
+    model = read_model(write_synthetic(tmp_path / "m.gguf")[0])
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert readers_for(model) == 8, "a disk that nobody probed"
+
+    def rate(gigabytes):
+        return Rate(gigabytes * 1e9, 0.01, 5, True)
+
+    points = [SsdPoint("random", 1 << 16, depth, rate(at)) for depth, at in ((1, 0.5), (4, 1.99), (16, 2), (32, 1.5))]
+    points.append(SsdPoint("sequential", 1 << 20, 32, rate(3)))
+    device = disk_of(tmp_path).device
+    ssd = Ssd(str(tmp_path), device, "ext4", "SSD", "O_DIRECT", "file", 1 << 30, 512, tuple(points), False, "a disk")
+    ram = RamRates(1 << 27, 1 << 25, (ThreadsRate(1, rate(9)),), (ThreadsRate(1, rate(9)),))
+    profile = Profile(this_host(), "2025-01-01T00:00:00+00:00", ram, ssd)
+    save_profile(replace(profile, present_gpus=gpu_uuids()))
+    assert readers_for(model) == 4
+    with StreamingEngine(model.path, n_ctx=64, n_threads=1) as engine:
+        assert len(engine._store._threads) == 4
