@@ -79,6 +79,7 @@ class TokenProgram:
         size = (shape.n_layers, shape.n_kv_heads, n_ctx, shape.d_head)
         self.keys, self.values = (torch.zeros(size, dtype=weights.dtype, device=device) for _ in range(2))
         self.cos, self.sin = (angles.to(device) for angles in rotations(n_ctx, shape.d_head, shape.rope_theta))
+        self.drain = 1 << 20  # chunks that are moved after a decision, where nothing is concurrent
         self._side = torch.cuda.Stream(device) if concurrent else None
 
     def launch(self) -> None:
@@ -141,7 +142,7 @@ class TokenProgram:
             LANES=max(32, triton.next_power_of_2(max(policy.width, policy.budget))), **constants,
         )  # fmt: skip
         if not self.concurrent:
-            self._serve(blocks=1, drain=True)
+            self._serve(blocks=1, drain=self.drain)
 
     def _experts(self, layer: int) -> None:
         w, shape, t, r, lists = self.weights, self.weights.shape, self.tuning, self.records, self.policy.decisions
@@ -172,7 +173,7 @@ class TokenProgram:
             "CHUNKS": r.chunks,
         }
 
-    def _serve(self, blocks: int, drain: bool) -> None:
+    def _serve(self, blocks: int, drain: int) -> None:
         r, (arena, slots) = self.records, self._memory()
         copying.serve[(blocks,)](
             arena, slots, r.experts, r.claims, r.after, r.done, r.demand_queue, r.prefetch_queue, r.queue, self._stop,
@@ -185,7 +186,7 @@ class TokenProgram:
             return None
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
-            self._serve(self.tuning.copy_blocks, drain=False)
+            self._serve(self.tuning.copy_blocks, drain=0)
             return self._side.record_event()
 
     def _join(self, event: "torch.cuda.Event | None") -> None:

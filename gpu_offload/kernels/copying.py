@@ -191,12 +191,13 @@ def serve(  # type: ignore[no-untyped-def]
     CHUNKS: tl.constexpr, DELAY: tl.constexpr, DRAIN: tl.constexpr
 ):  # fmt: skip
     """The copy blocks of one token: chunks of the demand queue, else of the prefetch queue, until the last layer has
-    decided and its demand is served; with DRAIN, until both queues are empty. DELAY slows each chunk by so many turns,
-    as tests do."""
+    decided and its demand is served; with DRAIN, until both queues are empty or so many chunks have been moved. DELAY
+    slows each chunk by so many turns, as tests do."""
     if tl.load(stop) == 0:
         wanted = 0  # places in the queues
         guessed = 0
         looks = 0
+        moved = 0
         running = 1
         while running == 1:
             finished = tl.atomic_add(queue + FINISHED, 0, sem="acquire")
@@ -204,7 +205,7 @@ def serve(  # type: ignore[no-untyped-def]
             demanded = wanted < tl.atomic_add(queue + DEMAND_TAIL, 0, sem="acquire")
             if demanded:
                 record = tl.load(demand_queue + wanted, volatile=True)
-            elif (finished == 1) & (not DRAIN):
+            elif (finished == 1) & (DRAIN == 0):
                 running = 0
             elif guessed < tl.atomic_add(queue + PREFETCH_TAIL, 0, sem="acquire"):
                 record = tl.load(prefetch_queue + guessed, volatile=True)
@@ -215,11 +216,14 @@ def serve(  # type: ignore[no-untyped-def]
                     for _ in range(DELAY):
                         tl.atomic_add(queue + FINISHED, 0, sem="relaxed")
                     move_chunk(record, chunk, arena, slots, experts, after, done, queue, E, C, WORDS, CHUNK, TILE)
+                    moved += 1
+                    if (DRAIN > 0) & (moved >= DRAIN):
+                        running = 0
                 elif demanded:
                     wanted += 1
                 else:
                     guessed += 1
-            elif DRAIN:
+            elif DRAIN > 0:
                 running = 0
             else:
                 looks += 1

@@ -85,7 +85,7 @@ class DevicePolicy:
         self.n_layers, self.n_experts, self.padded = int(c.n_layers), int(c.n_experts), layout.padded(c.n_experts)
         self.width, self.budget, self.window = max(self.top_k), int(c.budget), int(c.window)
         self.decisions = Decisions.empty(self.n_layers, self.width, self.budget, device)
-        self._prefetch, self._needs_gates = c.prefetch, weights in ("given", "given-executed")
+        self._prefetch, self._needs_gates = int(c.prefetch), weights in ("given", "given-executed")
         self._rules = tuple(float(x) for x in c.rules)
         self._factor = float(factor)
         self._constants: dict[str, Any] = {
