@@ -18,6 +18,7 @@ from edgemoe.cli.run import run as generate
 from edgemoe.cli.simulate import simulate
 from edgemoe.cli.stats import stats
 from edgemoe.cli.trace import trace
+from edgemoe.cli.tune import tune
 from edgemoe.cli.wall import wall
 from edgemoe.errors import UserError
 
@@ -45,7 +46,7 @@ def root(
 
 
 # Verbs in the order in which a newcomer meets them.
-for verb in (demo, info, trace, stats, simulate, calibrate, probe, wall, generate, chat, doctor):
+for verb in (demo, info, trace, stats, simulate, calibrate, probe, wall, tune, generate, chat, doctor):
     app.command()(verb)
 
 # Groups of verbs (`edgemoe.cli.groups`), after them.

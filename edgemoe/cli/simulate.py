@@ -221,13 +221,14 @@ def _policies(text: str, overrides: dict[str, Any]) -> dict[str, Policy | None]:
     from edgemoe.errors import UserError
     from edgemoe.policy import PRESETS, presets
     from edgemoe.policy.eviction import RULES
+    from edgemoe.policy.policy_file import is_policy_file
 
     names = list(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
-        if name not in RULES and name not in PRESETS:
+        if name not in RULES and name not in PRESETS and not is_policy_file(name):
             known = f"eviction rules are {', '.join(RULES)}; presets are {', '.join(PRESETS)}"
             raise UserError(f"no policy {name!r}: {known}")
-    steered = presets([name for name in names if name in PRESETS], **overrides)
+    steered = presets([name for name in names if name not in RULES], **overrides)
     return {name: steered.get(name) for name in names}
 
 

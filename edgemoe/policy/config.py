@@ -199,12 +199,11 @@ def preset(name: str, **overrides: Any) -> Policy:
     """A preset with some fields replaced: `preset("psr", lam=0.3)`, `preset("psr", routing="exact")`.
 
     A field of the preset that an override leaves without meaning returns to its default, and one that gains a meaning
-    takes its operating point; a new window keeps an unbounded budget unbounded. Raises `UserError` for an unknown name
-    and for an override without meaning.
+    takes its operating point; a new window keeps an unbounded budget unbounded. A name that ends in `.json` is a policy
+    file of `edgemoe tune`. Raises `UserError` for an unknown name and for an override without meaning.
     """
-    if name not in PRESETS:
-        raise UserError(f"no policy preset {name!r}; there are {', '.join(PRESETS)}")
-    chosen = asdict(PRESETS[name])
+    base = _named(name)
+    chosen = asdict(base)
     if chosen["window"] and chosen["budget"] == chosen["window"]:
         chosen["budget"] = UNBOUNDED
     chosen |= overrides
@@ -214,9 +213,19 @@ def preset(name: str, **overrides: Any) -> Policy:
             continue
         if not matters:
             chosen[field] = default[field]
-        elif field in OPERATING_POINT and not relevant(**asdict(PRESETS[name]))[field]:
+        elif field in OPERATING_POINT and not relevant(**asdict(base))[field]:
             chosen[field] = OPERATING_POINT[field]
     return Policy(**chosen)
+
+
+def _named(name: str) -> Policy:
+    from edgemoe.policy.policy_file import is_policy_file, load_policy_file
+
+    if is_policy_file(name):
+        return load_policy_file(name).policy
+    if name not in PRESETS:
+        raise UserError(f"no policy preset {name!r}; there are {', '.join(PRESETS)}")
+    return PRESETS[name]
 
 
 def presets(names: Sequence[str], **overrides: Any) -> dict[str, Policy]:
@@ -224,7 +233,7 @@ def presets(names: Sequence[str], **overrides: Any) -> dict[str, Policy]:
     policies: dict[str, Policy] = {}
     used: set[str] = set()
     for name in names:
-        base = asdict(PRESETS[name]) if name in PRESETS else asdict(Policy())
+        base = asdict(_named(name))
         matters = relevant(**{**base, **overrides})
         mine = {field: value for field, value in overrides.items() if matters.get(field, True)}
         used |= mine.keys()

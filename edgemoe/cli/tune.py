@@ -1,0 +1,225 @@
+"""`edgemoe tune`: the policy that copies least within a divergence budget, on one's own text."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edgemoe.cli.eval_divergence import INTERRUPTED, Passes
+from edgemoe.cli.option_groups import spread
+from edgemoe.cli.policy_options import CalibrationFile
+from edgemoe.cli.stopping import interrupt_on_sigterm
+
+if TYPE_CHECKING:
+    from edgemoe.evaluation.tune import Limits, Tuned
+
+
+@spread
+def tune(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A Mixture-of-Experts GGUF file, or a Hugging Face model folder.")
+    ],
+    files: Annotated[
+        list[str],
+        typer.Option(
+            "-f",
+            "--file",
+            metavar="[DOMAIN=]FILE",
+            help="A UTF-8 text like what the model will be used on: its first half calibrates, windows of the rest are"
+            " measured. May be given again; texts count alike.",
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--out", metavar="POLICY.json", help="The policy file; its calibration lies beside it as .calib."
+        ),
+    ],
+    passes: Passes,
+    residency: Annotated[
+        str,
+        typer.Option(
+            "--residency", metavar="AMOUNT", help="Experts held: a share (25%), slots per layer (16) or bytes."
+        ),
+    ] = "50%",
+    max_kl: Annotated[
+        float, typer.Option("--max-kl", metavar="NATS", help="Mean KL(exact to steered) at most.")
+    ] = 0.02,
+    max_ppl: Annotated[
+        str, typer.Option("--max-ppl", metavar="SHARE", help="Perplexity above that of exact routing at most.")
+    ] = "5%",
+    lams: Annotated[
+        str, typer.Option("--lambda", metavar="LIST", help="Bonuses of the coarse grid, separated by commas.")
+    ] = "0.05,0.1,0.2,0.3",
+    budgets: Annotated[
+        str,
+        typer.Option(
+            "--budget", metavar="LIST", help="Prefetches per layer and token: 0 (none), 1, 2, ..., unbounded."
+        ),
+    ] = "0,1",
+    widths: Annotated[
+        str, typer.Option("--window", metavar="LIST", help="How many predicted experts are considered.")
+    ] = "8",
+    gates: Annotated[str, typer.Option("--gate", metavar="LIST", help="none, predicted or both.")] = "none,predicted",
+    eviction: Annotated[str, typer.Option("--eviction", metavar="NAME", help="lru, lfu, static or score.")] = "score",
+    calibration: CalibrationFile = None,
+    windows: Annotated[int, typer.Option("--windows", metavar="N", help="Windows of each text.")] = 8,
+    ctx: Annotated[int, typer.Option("--ctx", metavar="T", help="Tokens per window.")] = 256,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw copies against KL into this file.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing policy file.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Sweep steered policies on text and write the one with the fewest copies within a KL and a perplexity limit.
+
+    edgemoe run, chat, eval and simulate take the file as --policy POLICY.json. Exact routing is always a candidate, so
+    there is always an answer. Interrupted (exit code 130), it writes nothing.
+    """
+    from edgemoe.cli.options import writable_file
+    from edgemoe.errors import UserError
+    from edgemoe.evaluation.divergence import Extent
+    from edgemoe.evaluation.subjects import Runs
+    from edgemoe.evaluation.tune import Grid, Limits
+    from edgemoe.evaluation.tune import tune as tuned
+    from edgemoe.progress import progress
+    from edgemoe.tracing.texts import Source
+    from edgemoe.units import Residency
+
+    writable_file("-o", out, (".json",))
+    writable_file("--plot", plot, (".png", ".svg", ".pdf"))
+    for place in (out, *(() if calibration else (out.with_suffix(".calib"),))):
+        if place.exists() and not overwrite:
+            raise UserError(f"{place}: exists already: choose another name, or give --overwrite")
+    limits = Limits(max_kl, _share(max_ppl))
+    grid = Grid(
+        tuple(_number("--lambda", part) for part in _parts("--lambda", lams)),
+        tuple(_budget(part) for part in _parts("--budget", budgets)),
+        tuple(int(_number("--window", part)) for part in _parts("--window", widths)),
+        tuple(_parts("--gate", gates)),
+        eviction,
+    )
+    interrupt_on_sigterm()
+    try:
+        found = tuned(
+            model,
+            [Source.parse(text) for text in files],
+            out,
+            watch=lambda what, total, unit: progress(what, total, unit, quiet=as_json),
+            residency=Residency.parse(residency),
+            limits=limits,
+            grid=grid,
+            calibration=calibration,
+            engine=passes.engine,
+            extent=Extent(windows, ctx),
+            runs=Runs(ctx, passes.threads, passes.dtype, passes.device, passes.chunk, passes.batch),
+        )
+    except KeyboardInterrupt:
+        print("edgemoe: interrupted: nothing was written", file=sys.stderr)  # noqa: T201
+        raise typer.Exit(INTERRUPTED) from None
+    if plot:
+        _draw(found, limits, plot)
+    (_print_json if as_json else _print)(found, limits, out, plot)
+
+
+def _parts(option: str, text: str) -> list[str]:
+    from edgemoe.errors import UserError
+
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise UserError(f"{option} {text!r}: expected values separated by commas")
+    return parts
+
+
+def _number(option: str, text: str) -> float:
+    from edgemoe.errors import UserError
+
+    try:
+        return int(text) if option == "--window" else float(text)
+    except ValueError:
+        raise UserError(f"{option} {text}: expected numbers separated by commas") from None
+
+
+def _budget(text: str) -> int | str:
+    from edgemoe.cli.options import budget_option
+
+    found = budget_option(text)
+    return 0 if found is None else found
+
+
+def _share(text: str) -> float:
+    from edgemoe.errors import UserError
+
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise UserError(f"--max-ppl {text}: expected a share of the exact perplexity, like 5%") from None
+
+
+def _print_json(found: Tuned, limits: Limits, out: Path, plot: Path | None) -> None:
+    import json
+    from dataclasses import asdict
+
+    points = [
+        {
+            "policy": asdict(point.policy),
+            **point.measured(found.expert_bytes),
+            "within": point.within(limits),
+            "chosen": point is found.chosen,
+        }
+        for point in found.points
+    ]
+    said = {
+        "path": str(out),
+        "plot": str(plot) if plot else None,
+        "slots": found.file.slots,
+        "policy": asdict(found.chosen.policy),
+        "measured": found.file.measured,
+        "calibrating": dict(found.calibrating),
+        "points": points,
+    }
+    typer.echo(json.dumps(said, allow_nan=False))
+
+
+def _print(found: Tuned, limits: Limits, out: Path, plot: Path | None) -> None:
+    from rich.text import Text
+
+    from edgemoe.cli.output import console, say, say_notes, table
+    from edgemoe.evaluation.tune import frontier
+    from edgemoe.units import format_bytes
+
+    screen, best = console(), frontier(found.points)
+    filled = table("policy", "KL", "ppl", "excess", "copies", "demand", "bytes/token", "")
+    for point in sorted(found.points, key=lambda p: p.kl.mean):
+        marks = ["frontier"] * (point in best) + ["over"] * (not point.within(limits))
+        filled.add_row(
+            Text(str(point.policy)),
+            f"{point.kl.mean:.4f} ± {point.kl.half_width:.4f}",
+            f"{point.perplexity:.2f}",
+            f"{100 * point.excess:+.2f}%",
+            f"{point.copies:.2f}",
+            f"{point.demand:.2f}",
+            format_bytes(point.copies * found.expert_bytes),
+            "chosen" if point is found.chosen else ", ".join(marks),
+        )
+    screen.print(filled)
+    chosen = found.chosen
+    say(
+        screen,
+        f"{found.file.model['name']}, {found.file.slots} slots per layer: {chosen.policy} makes {chosen.copies:.2f} "
+        f"copies per token at a KL of {chosen.kl.mean:.4f} ± {chosen.kl.half_width:.4f} (at most {limits.max_kl:g}) "
+        f"and {100 * chosen.excess:+.2f}% perplexity (at most {100 * limits.max_excess:+g}%).",
+    )
+    halves = ", ".join(f"the first {format_bytes(cut)} of {name}" for name, cut in found.calibrating.items())
+    say(screen, f"Calibrated on {halves or 'the given file'}; measured on {found.windows} windows of the rest.")
+    beside = [] if not found.calibrating else [out.with_suffix(".calib")]
+    say_notes(screen, (), [out, *beside, *([plot] if plot else [])])
+
+
+def _draw(found: Tuned, limits: Limits, path: Path) -> None:
+    from edgemoe.evaluation.tune_picture import draw
+
+    draw(found.points, found.chosen, limits, path)

@@ -1,0 +1,121 @@
+"""The policy file that `edgemoe tune` writes: an operating point, and what it was measured to cost.
+
+JSON, to be read by people too. It holds for one model, whose fingerprint it carries, at the residency that it was tuned
+for, with the calibration that lies beside it: commands take it wherever they take a preset's name.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from edgemoe.errors import UserError
+from edgemoe.policy.config import Policy
+
+FORMAT = "edgemoe policy"
+VERSION = 1
+ENDING = ".json"
+
+
+@dataclass(frozen=True)
+class PolicyFile:
+    """One tuned policy. `measured`, `texts` and `config` are for the reader; the rest decides."""
+
+    policy: Policy
+    residency: str  # as it was asked for
+    slots: int  # C: slots per layer, what that became
+    model: Mapping[str, str]  # name, and the fingerprint of its weights as result files carry it
+    calibration: str  # file, relative to this one
+    measured: Mapping[str, float]
+    texts: tuple[Mapping[str, Any], ...] = ()
+    config: Mapping[str, Any] | None = None
+
+    def save(self, path: str | Path) -> None:
+        """Write the file, whole or not at all; `UserError` where it cannot be written."""
+        path = Path(path)
+        said = {
+            "format": FORMAT,
+            "version": VERSION,
+            "policy": asdict(self.policy),
+            "policy_hash": self.policy.hash,
+            "residency": self.residency,
+            "slots": self.slots,
+            "model": dict(self.model),
+            "calibration": self.calibration,
+            "measured": dict(self.measured),
+            "texts": [dict(text) for text in self.texts],
+            "config": dict(self.config or {}),
+        }
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_text(json.dumps(said, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
+
+    def check_model(self, path: str | Path, weights: str) -> None:
+        """Raise `UserError` unless the model whose fingerprint is `weights` is the one that was tuned."""
+        if weights != self.model["weights"]:
+            raise UserError(
+                f"{path}: tuned for {self.model['name']}, not for this model's weights: run `edgemoe tune` on this one"
+            )
+
+
+def is_policy_file(name: str | None) -> bool:
+    """Whether this value of --policy is a file rather than a preset's name."""
+    return name is not None and name.endswith(ENDING)
+
+
+def load_policy_file(path: str | Path) -> PolicyFile:
+    """Read a policy file. Raises `UserError`, one line, for one that is missing, damaged or of another version."""
+    path = Path(path)
+    try:
+        said = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such policy file: write one with `edgemoe tune`") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: not a policy file (no JSON): write one with `edgemoe tune`") from None
+    if not isinstance(said, dict) or said.get("format") != FORMAT:
+        raise UserError(f'{path}: not a policy file (expected "format": "{FORMAT}")')
+    if said.get("version") != VERSION:
+        shown = str(said.get("version"))[:20]
+        raise UserError(f"{path}: a policy file of version {shown}, this edgemoe reads {VERSION}: tune again")
+    try:
+        policy = Policy(**said["policy"])
+        if policy.hash != said["policy_hash"]:
+            raise ValueError("its policy was edited")
+        found = PolicyFile(
+            policy,
+            str(said["residency"]),
+            int(said["slots"]),
+            {name: str(said["model"][name]) for name in ("name", "weights")},
+            str(said["calibration"]),
+            dict(said["measured"]),
+            tuple(said["texts"]),
+            dict(said["config"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"no {error.args[0]}" if isinstance(error, KeyError) else str(error).splitlines()[0][:80]
+        raise UserError(f"{path}: not a sound policy file ({reason}): tune again") from None
+    return found
+
+
+def calibration_beside(name: str | None) -> Path | None:
+    """The calibration that a policy file was tuned with; None for a preset's name.
+
+    Raises `UserError` where it is gone: another warm set or bonus scale is another operating point.
+    """
+    if name is None or not is_policy_file(name):
+        return None
+    path = Path(name).parent / load_policy_file(name).calibration
+    if not path.is_file():
+        raise UserError(f"{name}: its calibration {path} is not there: put it back, or give one with --calibration")
+    return path
