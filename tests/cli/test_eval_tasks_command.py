@@ -17,6 +17,7 @@ from edgemoe.model.synthetic import write_synthetic
 COMMAND = [sys.executable, "-m", "edgemoe.cli", "eval"]
 TASKS = Path(__file__).parents[1] / "evaluation" / "tasks"
 SMALL = ("--threads", "1", "--ctx", "160")
+WINDOW = ("--window", "6")  # the small model has no more experts that a prefetch could consider
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +96,17 @@ def test_a_mistake_is_one_line(folder: Path) -> None:
 
 def test_ctrl_c_keeps_what_is_finished(folder: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "tasks", "moe.gguf", "--tasks", "many/odd_one_out.yaml", *SMALL, "--policy", "exact-lru"]
-        + ["-o", str(tmp_path / "x.json")],
+        [
+            *COMMAND,
+            "tasks",
+            "moe.gguf",
+            "--tasks",
+            "many/odd_one_out.yaml",
+            *SMALL,
+            "-o",
+            str(tmp_path / "x.json"),
+            *WINDOW,
+        ],
         cwd=folder,
         env=environment(folder),
         stderr=subprocess.PIPE,
