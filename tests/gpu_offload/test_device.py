@@ -19,6 +19,6 @@ def test_a_token_on_the_device_is_the_cpu_s() -> None:
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert {name: case["wrong"] for name, case in found.items()} == dict.fromkeys(found, [])
+    assert {name: case["wrong"] for name, case in found.items()} == {name: [] for name in found}
     assert len(found) == 3 and max(case["worst"] for case in found.values()) < 2e-6
     assert found["psr-gated/1"]["late"] > 0
