@@ -26,8 +26,8 @@ def replayed_misses(
 
 
 def _layer(loads: np.ndarray, n_experts: int, slots: int, first: int, count: int) -> tuple[int, int]:
-    streams, length, _ = loads.shape
-    rows = np.arange(streams)[:, None]
+    streams, length, top_k = loads.shape
+    rows, at_once = np.arange(streams)[:, None], max(min(streams * top_k, n_experts), slots)
     last = np.full((streams, n_experts), -2, np.int64)
     last[:, :slots] = -1
     present = np.zeros(n_experts, bool)
@@ -35,14 +35,22 @@ def _layer(loads: np.ndarray, n_experts: int, slots: int, first: int, count: int
     for step in range(first + count):
         needed = np.zeros(n_experts, bool)
         needed[loads[:, step % length]] = True
+        distinct = int(needed.sum())
         if step >= first:
             missed += int((needed & ~present).sum())
-            executed += int(needed.sum())
+            executed += distinct
         present |= needed
         last[rows, loads[:, step % length]] = step
-        recent = np.argsort(-last, axis=1, kind="stable")[:, :slots]
+        recent = np.argsort(last, axis=1, kind="stable")[:, -slots:]
         held = np.bincount(recent.ravel(), minlength=n_experts)
-        there = np.flatnonzero(present)
-        worth = held[there] * (first + count + 2) + last.max(axis=0)[there]
-        present[there[np.argsort(worth, kind="stable")[: max(len(there) - slots, 0)]]] = False
+        worth = held * (first + count + 3) + last.max(axis=0)
+        _trim(present, worth, slots if distinct <= slots else at_once, needed)
+        _trim(present, worth, slots, np.zeros(n_experts, bool))
     return missed, executed
+
+
+def _trim(present: np.ndarray, worth: np.ndarray, room: int, wanted: np.ndarray) -> None:
+    """Give experts back, the least worth first, until there are at most `room` or none that is not wanted."""
+    free = np.flatnonzero(present & ~wanted)
+    surplus = max(int(present.sum()) - room, 0)
+    present[free[np.argsort(worth[free], kind="stable")[:surplus]]] = False
