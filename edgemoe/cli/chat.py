@@ -53,6 +53,7 @@ def chat(
     template = given.read_text("--chat-template", chat_template) if chat_template else None
     interrupt_on_sigterm()
     model = offload.resolved(model)
+    experts.check_model(model)
     with (
         recording.of("chat", model) as records,
         loaded(model, as_json, streaming, records, **holding.settings()) as writer,

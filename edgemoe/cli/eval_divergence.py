@@ -153,7 +153,9 @@ def divergence(
     from edgemoe.errors import UserError
     from edgemoe.evaluation.divergence import Extent, evaluate
     from edgemoe.evaluation.subjects import Runs
+    from edgemoe.evaluation.tuned_for import check_policy_file
     from edgemoe.policy.config import presets
+    from edgemoe.policy.policy_file import calibration_beside
     from edgemoe.progress import progress
     from edgemoe.tracing.texts import Source
     from edgemoe.units import Residency
@@ -162,6 +164,8 @@ def divergence(
     if not names or len(set(names)) < len(names):
         raise UserError(f"--policy {policy!r}: expected presets, each once, separated by commas")
     policies = presets(names, **changes.overrides())
+    for name in names:
+        check_policy_file(name, model)
     places = {name: out if len(names) == 1 else out.with_suffix(f".{name}{out.suffix}") for name in names}
     for place in places.values():
         writable_file("-o", place)
@@ -176,7 +180,7 @@ def divergence(
             places,
             watch=lambda what, total, unit: progress(what, total, unit, quiet=as_json),
             residency=Residency.parse(residency),
-            calibration=calibration,
+            calibration=calibration or calibration_beside(names[0]),
             engine=passes.engine,
             extent=Extent(windows, ctx, selfgen, seed),
             runs=Runs(ctx, passes.threads, passes.dtype, passes.device, passes.chunk, passes.batch),

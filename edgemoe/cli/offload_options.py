@@ -54,6 +54,7 @@ class Offload:
         """
         from edgemoe.errors import UserError
         from edgemoe.policy import preset
+        from edgemoe.policy.policy_file import calibration_beside
         from edgemoe.units import Residency, parse_bytes
 
         if self.device is None:
@@ -67,7 +68,7 @@ class Offload:
             "residency": None if experts.residency is None else Residency.parse(experts.residency),
             "vram": None if self.vram is None else parse_bytes(self.vram),
             "policy": preset(experts.policy or "exact-lru", **experts.overrides()),
-            "calibration": experts.calibration,
+            "calibration": experts.calibration or calibration_beside(experts.policy),
             "chunk": experts.chunk,
             "dtype": self.dtype,
             "verify_slots": self.verify_slots or None,

@@ -35,7 +35,8 @@ PolicyName = Annotated[
         "--policy",
         metavar="NAME",
         help="With --ram or --residency: exact-lru (the default), exact-score, exact-prefetch, or one that steers the"
-        " router towards what is in RAM and so changes the text a little: cache-prior, psr, psr-gated, speculative.",
+        " router towards what is in RAM and so changes the text a little: cache-prior, psr, psr-gated, speculative; or"
+        " the POLICY.json of edgemoe tune.",
     ),
 ]
 Routing = Annotated[
@@ -149,6 +150,7 @@ class Streaming:
         """
         from edgemoe.errors import UserError
         from edgemoe.policy import preset
+        from edgemoe.policy.policy_file import calibration_beside
         from edgemoe.units import Residency, parse_bytes
 
         overrides = self.overrides()
@@ -163,13 +165,20 @@ class Streaming:
             "ram": None if self.ram is None else parse_bytes(self.ram),
             "residency": None if self.residency is None else Residency.parse(self.residency),
             "policy": preset(self.policy or "exact-lru", **overrides),
-            "calibration": self.calibration,
+            "calibration": self.calibration or calibration_beside(self.policy),
             "plan": self.plan,
             "readers": self.readers,
             "chunk": self.chunk,
             "verify_reads": self.verify_reads or None,
         }
         return {name: value for name, value in settings.items() if value is not None}
+
+    def check_model(self, model: Path) -> None:
+        """Raise `UserError` for a policy file that was tuned for another model."""
+        if self.policy is not None and self.policy.endswith(".json"):
+            from edgemoe.evaluation.tuned_for import check_policy_file
+
+            check_policy_file(self.policy, model)
 
     def overrides(self) -> dict[str, Any]:
         """The fields of the policy that were given."""

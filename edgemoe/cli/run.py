@@ -82,6 +82,7 @@ def run(
     template = given.read_text("--chat-template", chat_template) if chat_template else None
     interrupt_on_sigterm()
     model = offload.resolved(model)
+    experts.check_model(model)
     if parallel is not None:
         from edgemoe.cli.prompts import run_prompts
 

@@ -9,10 +9,11 @@ def model_id(model: Model, words: GgufVocabulary | FolderVocabulary) -> ModelId:
     """Of a GGUF file its header's fingerprint, or all shards'; of a folder its config, headers, and what its routers
     and norms weigh, since a fine-tuned model has the header of the one that it was made from."""
     pieces = (words.piece(token, special=True) for token in range(words.size))
-    return ModelId(model.geometry.name or model.path.stem, _weights(model), fingerprint(pieces))
+    return ModelId(model.geometry.name or model.path.stem, weights_of(model), fingerprint(pieces))
 
 
-def _weights(model: Model) -> str:
+def weights_of(model: Model) -> str:
+    """The fingerprint of the weights alone."""
     if model.format == "GGUF":
         from edgemoe.llamacpp.header import header_fingerprint
 

@@ -27,6 +27,7 @@ def draw(points: Sequence[Point], chosen: Point, limits: Limits, path: Path) -> 
     axis.plot([p.copies for p in best], [p.kl.mean for p in best], color="gray", lw=1, zorder=0, label="frontier")
     axis.axhline(limits.max_kl, color="tab:red", ls="--", lw=1, label=f"at most {limits.max_kl:g}")
     axis.plot([chosen.copies], [chosen.kl.mean], "o", ms=13, mfc="none", mec="tab:red", label="chosen")
+    axis.set_ylim(bottom=0)  # an interval may reach below, a KL does not
     axis.set_xlabel("copies per token")
     axis.set_ylabel("KL(exact ‖ steered), nats")
     axis.grid(alpha=0.3)
