@@ -139,6 +139,25 @@ with StreamingEngine(sys.argv[1], ram=ram, policy=preset(sys.argv[3]), n_ctx=512
 """
 
 
+PROMISE_OF_MANY = """
+import sys
+from edgemoe.streaming.streams import Streams
+from edgemoe.streaming.memory import held_bytes
+from edgemoe.policy import preset
+options = {"policy": preset(sys.argv[3]), "n_ctx": 256, "n_threads": 1, "chunk": 32}
+with Streams(sys.argv[1], 6, ram=int(sys.argv[2]), **options) as streams:
+    held = [held_bytes()]
+    texts = []
+    for i in range(6):
+        texts.append(streams.join(list(range(40 + 90 * i, 100 + 90 * i))))
+        held.append(held_bytes())
+    for _ in range(6):
+        streams.step({text: int(text.logits.argmax()) for text in texts})
+        held.append(held_bytes())
+    print(streams.capacity, max(held), streams.stats().demand_bytes)
+"""
+
+
 @pytest.fixture(scope="module")
 def gigabyte(tmp_path_factory):
     """A model of 1 GB: 8 layers of 32 experts of 3.8 MB, and dense weights of 45 MB."""
@@ -149,9 +168,17 @@ def gigabyte(tmp_path_factory):
     path.unlink()
 
 
-@pytest.mark.parametrize(("ram", "policy"), [(600_000_000, "exact-lru"), (750_000_000, "psr-gated")])
-def test_ram_is_a_promise(gigabyte, ram, policy):
-    run = [sys.executable, "-c", PROMISE, str(gigabyte), str(ram), policy]
+@pytest.mark.parametrize(
+    ("ram", "policy", "program"),
+    [
+        (600_000_000, "exact-lru", PROMISE),
+        (750_000_000, "psr-gated", PROMISE),
+        (750_000_000, "psr-gated", PROMISE_OF_MANY),
+    ],
+    ids=["exact-lru", "psr-gated", "many streams"],
+)
+def test_ram_is_a_promise(gigabyte, ram, policy, program):
+    run = [sys.executable, "-c", program, str(gigabyte), str(ram), policy]
     out = subprocess.run(run, capture_output=True, text=True, timeout=300, check=True).stdout
     capacity, held, read = map(int, out.split())
     model = read_model(gigabyte)

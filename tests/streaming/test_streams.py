@@ -13,6 +13,7 @@ from edgemoe.llamacpp.session import Session
 from edgemoe.model.synthetic import write_synthetic
 from edgemoe.policy import LogicalCache, preset
 from edgemoe.streaming import reads
+from edgemoe.streaming import words as w
 from edgemoe.streaming.engine import StreamingEngine
 from edgemoe.streaming.streams import Streams
 from edgemoe.units import Residency
@@ -212,13 +213,14 @@ def test_the_store_keeps_what_there_is_room_for():
     """After a layer has run, no more than its slots; while it runs, all that it executes."""
     with make(places=6, residency=Residency.parse("8"), policy=preset("exact-prefetch")) as engine:
         streams = [engine.join(engine.tokenize(text)) for text in PROMPTS[:6]]
+        before = engine.union  # the last chunk of a prompt may be one token, too
         for _ in range(8):
             engine.step({stream: int(stream.logits.argmax()) for stream in streams})
             held = (engine._store.states() != reads.ABSENT).sum(axis=1)
             # The last layer's surplus goes before the next step's first layer.
             assert (held[:-1] <= 8 + 6).all(), "at most one prefetch of each stream may be on its way for nobody"
             assert held[-1] <= 48
-        distinct, layers = engine.union
+        distinct, layers = np.subtract(engine.union, before)
         assert layers == 8 * 8 and 8 < distinct / layers < 48
 
 
@@ -314,3 +316,31 @@ def test_too_many_streams_are_refused_with_how_many_fit(tmp_path):
         assert engine.budget.total <= need
     with pytest.raises(UserError, match=f"; {most} would fit"):
         make(path, places=most + 1, ram=need, **options)
+
+
+def test_a_memory_that_cannot_take_a_token_back_starts_anew(monkeypatch):
+    """Recurrent layers keep no earlier state. llama.cpp then drops the whole sequence, and says so by position 0."""
+    with make(places=2) as engine:
+        one, other = engine.join(range(40, 50)), engine.join(range(50, 60))
+        monkeypatch.setattr(engine._session, "forget", lambda *_: 0)
+        with interrupt_while_reading(engine._store), pytest.raises(KeyboardInterrupt):
+            engine.step({one: 61})
+        assert (one.position, other.position) == (0, 10)
+        with pytest.raises(UserError, match="its memory cannot take one token back: let the stream join again"):
+            engine.step({one: 61})
+
+
+def test_records_have_the_width_of_the_layer_that_executes_most():
+    """Layers may execute different numbers of experts; the record of those that execute fewer is padded with −1."""
+    records = []
+    for extra in (0, 3):
+        with StreamingEngine(
+            demo_model(), residency=Residency.parse("16"), n_threads=1, n_ctx=64, record=True
+        ) as engine:
+            decider = engine._decider
+            layers, rows, k = decider._executed.shape
+            decider._executed = np.full((layers, rows, k + extra), -1, np.int32)
+            decider.ctl[[w.ROUTING_OUT, w.MOST]] = decider._executed.ctypes.data, k + extra
+            engine.prefill(range(40, 60))
+            records.append(engine.records[0]["executed"])
+    assert np.array_equal(records[1][..., :k], records[0]) and (records[1][..., k:] == -1).all()

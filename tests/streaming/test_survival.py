@@ -94,6 +94,33 @@ def test_too_little_address_space_is_one_line(path):
     assert out.startswith("no address space for") and "ulimit -v" in out and out.count("\n") == 1
 
 
+LOADED = """
+import resource, sys
+from edgemoe.streaming.engine import StreamingEngine
+from edgemoe.errors import UserError
+from edgemoe.units import Residency
+StreamingEngine(sys.argv[1], residency=Residency.parse("5"), n_ctx=128, n_threads=1, chunk=16, readers=1).close()
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+for more in (2 << 30, 160 << 20):
+    resource.setrlimit(resource.RLIMIT_AS, (used + more, resource.RLIM_INFINITY))
+    try:
+        with StreamingEngine(sys.argv[1], residency=Residency.parse("5"), n_ctx=128, n_threads=1, chunk=16,
+                             readers=1) as engine:
+            engine.prefill(list(range(3, 43)))
+            print("loaded")
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_address_space_that_does_not_suffice_for_llama_cpp_is_one_line(path):
+    """llama.cpp would end the process: it is not asked."""
+    out = subprocess.run([sys.executable, "-c", LOADED, str(path)], capture_output=True, text=True, timeout=300)
+    assert out.returncode == 0, out.stderr
+    first, second = out.stdout.splitlines()
+    assert first == "loaded" and "no address space" in second and "ulimit -v" in second
+
+
 KILLED = """
 import sys
 from edgemoe.streaming.engine import StreamingEngine
@@ -121,6 +148,66 @@ def test_a_kill_leaves_nothing_behind(path, tmp_path):
         assert process.wait(300) == -signal.SIGKILL
     after = [sorted(p.name for p in place.iterdir() if "edgemoe" in p.name or place != places[2]) for place in places]
     assert after == before
+
+
+LOADING = """
+import sys
+from edgemoe.streaming.engine import StreamingEngine
+from edgemoe.units import Residency
+def hang(_):
+    print("loading", flush=True)
+    sys.stdin.read()
+StreamingEngine(sys.argv[1], residency=Residency.parse("5"), n_ctx=128, n_threads=1, chunk=16, advance=hang)
+"""
+
+
+def test_a_kill_while_loading_leaves_nothing_behind(path, tmp_path):
+    run = [sys.executable, "-c", LOADING, str(path)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    before = sorted(path.parent.iterdir())
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(run, text=True, cwd=tmp_path, env=environment, **pipes) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "loading\n"
+        finally:
+            process.send_signal(signal.SIGKILL)
+        assert process.wait(300) == -signal.SIGKILL
+    assert not [at for at in tmp_path.iterdir() if at.is_file()] and sorted(path.parent.iterdir()) == before
+
+
+READS = """
+import sys
+from edgemoe.streaming.engine import StreamingEngine
+from edgemoe.units import Residency
+with StreamingEngine(sys.argv[1], residency=Residency.parse("5"), n_ctx=128, n_threads=1, chunk=16,
+                     verify_reads=True) as engine:
+    print("loaded", flush=True)
+    sys.stdin.readline()
+    for _ in range(5):
+        engine.reset()
+        logits = engine.prefill(list(range(3, 43)))
+    print(logits.tobytes().hex())
+"""
+
+
+def test_two_processes_read_one_file_at_once(path):
+    with StreamingEngine(path, **SMALL) as engine:
+        expected = engine.prefill(TOKENS)
+    run = [sys.executable, "-c", READS, str(path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    both = [subprocess.Popen(run, text=True, **pipes) for _ in range(2)]
+    try:
+        assert [process.stdout.readline() for process in both] == ["loaded\n"] * 2
+        for process in both:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        said = [process.communicate(timeout=300)[0] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+    for text in said:
+        assert np.array_equal(np.frombuffer(bytes.fromhex(text), np.float32), expected)
 
 
 @pytest.mark.parametrize("lacks", ["pre-gate", "scores"])
@@ -154,5 +241,5 @@ def test_a_graph_with_experts_of_another_name_is_refused(path, monkeypatch):
         self.addresses.pop(next(iter(self.addresses)))
 
     monkeypatch.setattr(ExpertStore, "_lay_out", forgetful)
-    with pytest.raises(UserError, match=r"multiplies by .*exps.*no tensor of experts that edgemoe knows"):
+    with pytest.raises(UserError, match=r"multiplies by .*exps.*no tensor of experts .* without --ram and --residency"):
         StreamingEngine(path, **SMALL)
