@@ -18,6 +18,7 @@ import numpy as np
 
 from edgemoe.errors import UserError
 from edgemoe.machine.probe_file import check_not_sparse
+from edgemoe.machine.ssd_probe import LEAST_FILE
 from edgemoe.model import Model, read_model
 from edgemoe.model.synthetic import QWEN3_30B_A3B, tensor_bytes, write_synthetic
 from edgemoe.progress import Advance, no_progress
@@ -66,7 +67,8 @@ def shape_of(size: int, n_experts: int = 128, top_k: int = 8) -> Shape:
         layers = 1 + max(round((size - one) / (two - one)), 0)
         if layers >= _LEAST_LAYERS:
             break
-    fields["n_layers"] = layers = max(layers, 2)
+    least = 1 + -(-(LEAST_FILE - one) // (two - one))  # or the disk could not be probed by reading it
+    fields["n_layers"] = layers = max(layers, least, 2)
     return Shape(fields, one + (layers - 1) * (two - one))
 
 

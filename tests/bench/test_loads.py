@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgemoe.bench.loads import checked, fit_trace, forced_ids, shape_of, written
+from edgemoe.bench.loads import LEAST_BYTES, LEAST_FILE, checked, fit_trace, forced_ids, shape_of, written
 from edgemoe.errors import UserError
 from edgemoe.model.synthetic import QWEN3_30B_A3B
 from edgemoe.tracing import Trace
@@ -29,6 +29,7 @@ def trace_of(layers=3, tokens=40, k=2, experts=6):
 def small(monkeypatch):
     """A shape of 2 MB: quantising what people may ask for takes seconds."""
     monkeypatch.setattr("edgemoe.bench.loads.LEAST_BYTES", 0)
+    monkeypatch.setattr("edgemoe.bench.loads.LEAST_FILE", 0)
     return shape_of(2_000_000, n_experts=4, top_k=2)
 
 
@@ -38,6 +39,11 @@ def test_a_model_of_gigabytes_has_the_real_widths(size):
     assert shape.real_widths and abs(shape.nbytes / size - 1) < 0.06
     for name in ("n_experts", "top_k", "d_model", "d_expert", "n_heads", "n_kv_heads", "expert_type"):
         assert shape.fields[name] == QWEN3_30B_A3B[name]
+
+
+@pytest.mark.parametrize("n_experts", [8, 64, 128])
+def test_the_smallest_is_large_enough_to_probe_the_disk_by(n_experts):
+    assert shape_of(LEAST_BYTES, n_experts).nbytes >= LEAST_FILE
 
 
 def test_a_small_one_has_narrower_experts_and_enough_layers():
