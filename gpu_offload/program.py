@@ -148,7 +148,8 @@ class TokenProgram:
         w, shape, t, r, lists = self.weights, self.weights.shape, self.tuning, self.records, self.policy.decisions
         slots = r.slots.bytes.view(w.dtype)
         d, f = shape.d_model, shape.d_expert
-        experts.gate_and_up[(shape.top_k, *_blocks(f, t.expert_rows))](
+        grid = (shape.top_k, _blocks(f, t.expert_rows)[0])
+        experts.gate_and_up[grid](
             self.x, w.layers[layer].ffn_norm, slots, lists.slots, lists.counts, self._hidden, self._stop,
             shape.norm_eps, *self._memory(), r.experts, r.claims, r.after, r.done, r.current, r.queue, layer,
             WIDTH=shape.top_k, D=d, F=f, ROWS=t.expert_rows, BLOCK=t.columns, num_warps=t.warps, **self._copying(),
