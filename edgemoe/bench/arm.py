@@ -241,4 +241,8 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
+    # Ctrl-C is the parent's to answer. No session of its own: the kernel would schedule that apart (autogroup), and how
+    # nice this run is would not count for it. Here, because Popen would run Python code between fork and exec, where an
+    # interrupt is lost.
+    os.setpgrp()
     serve()

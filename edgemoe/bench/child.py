@@ -1,7 +1,6 @@
 """The parent's end of an arm: start it within its memory group, ask, and be sure that it is gone afterwards."""
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -39,9 +38,6 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=self._complaints,
                 text=True,
-                # Ctrl-C is the parent's to answer. Not a session of its own: the kernel schedules sessions apart
-                # (autogroup), and how nice this run is would not count there.
-                preexec_fn=os.setpgrp,
             )
             self._held.callback(self._end)
             join = str(self.group.joined_by) if self.group else None
