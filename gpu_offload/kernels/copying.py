@@ -78,7 +78,8 @@ def await_copy(  # type: ignore[no-untyped-def]
     arrived = tl.atomic_add(done + record, 0, sem="acquire")
     looks = 0
     while (arrived < CHUNKS) & (looks < PATIENCE):
-        if tl.load(claims + record, volatile=True) < CHUNKS:
+        # Not a plain load: its threads could see different values, and part ways at the barriers below.
+        if tl.atomic_add(claims + record, 0, sem="relaxed") < CHUNKS:
             chunk = tl.atomic_add(claims + record, 1, sem="relaxed")
             if chunk < CHUNKS:
                 move_chunk(record, chunk, arena, slots, experts, after, done, queue, E, C, WORDS, CHUNK, TILE)
@@ -116,7 +117,7 @@ def issue(  # type: ignore[no-untyped-def]
         begun = tl.load(claims + record, mask=lane < m, other=CHUNKS, volatile=True)
         predicted = tl.load(asked + place, mask=lane < m, other=0)
         wanted = (lane < m) & (arrived < CHUNKS)
-        tail = tl.load(queue + DEMAND_TAIL)
+        tail = tl.load(queue + DEMAND_TAIL, volatile=True)
         offset = tl.cumsum(wanted.to(tl.int32), 0)
         tl.store(demand_queue + tail + offset - 1, record, mask=wanted)
         tl.store(asked + place, 0, mask=lane < m)
@@ -143,7 +144,7 @@ def issue(  # type: ignore[no-untyped-def]
         begin_copies(list_of, place, n, claims, done, after, experts, current, CHUNKS, LANES)
         tl.store(asked + place, 1, mask=lane < n)
         tl.debug_barrier()
-        tail = tl.load(queue + PREFETCH_TAIL)
+        tail = tl.load(queue + PREFETCH_TAIL, volatile=True)
         record = 2 * place + tl.load(current + place, mask=lane < n, other=0)
         tl.store(prefetch_queue + tail + lane, record, mask=lane < n)
         add(tally + PREFETCH, n)
