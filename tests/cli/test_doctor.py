@@ -57,7 +57,7 @@ def test_without_llama_cpp_it_still_answers_and_exits_1(tmp_path: Path) -> None:
     assert result.returncode == 1 and not report["healthy"] and result.stderr == ""
     broken = {check["name"]: check for check in report["checks"] if check["status"] == "fix"}
     assert set(broken) == {"llama.cpp", "self-test"} and str(tmp_path) in broken["llama.cpp"]["found"]
-    assert broken["llama.cpp"]["fix"].startswith("pip install --force-reinstall")
+    assert "pip install --force-reinstall" in broken["llama.cpp"]["fix"]
     able = {ability["name"]: ability["able"] for ability in report["abilities"]}
     assert able["stats, simulate"] and not able["trace"] and not able["info"] and not able["demo"]
 
