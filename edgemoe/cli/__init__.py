@@ -16,7 +16,9 @@ def main() -> None:
     """Run the command line: a `UserError` is one line on stderr and exit code 2, Ctrl-C is exit code 130."""
     import signal
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    _interrupts.clear()
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     try:
         sys.exit(_code())
@@ -30,6 +32,9 @@ def main() -> None:
         if not _interrupts:
             raise
         _say_interrupted()
+    finally:
+        if before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, before)
 
 
 def _interrupt(number: int, _: object) -> None:

@@ -38,7 +38,7 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def flat(**given: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group) if field.name in given})
         command(**given)
 
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -246,7 +246,7 @@ def test_a_trace_that_fails_its_check_is_kept_and_exits_1(
     monkeypatch.setattr(capture, "failures", lambda *_: ["expert counts are uniform"])
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(typer.Exit) as left:
-        command(folder / "moe.gguf", [str(folder / "text.txt")], folder / "bad.npz", max_tokens=64)
+        command(model=folder / "moe.gguf", files=[str(folder / "text.txt")], out=folder / "bad.npz", max_tokens=64)
     signal.signal(signal.SIGTERM, before)
     assert left.value.exit_code == 1
     assert "SELF-CHECK FAILED: expert counts are uniform" in capsys.readouterr().out

@@ -36,6 +36,7 @@ def test_members_and_meta_are_those_of_a_real_file(folder: Path) -> None:
         assert set(documented) == set(archive.files)
         sizes = {"L": 4, "E": 32, "V": len(archive["tokens"]), "V + 1": len(archive["tokens"]) + 1}
         sizes["n"] = len(archive["cells"])
+        sizes["P"], sizes["C"] = archive["hit_rates"].shape
         for name, (shape, kind) in documented.items():
             if name != "meta":
                 assert archive[name].shape == tuple(sizes[letter] for letter in shape.strip("[]").split(", "))
