@@ -6,7 +6,7 @@ decides and moves too.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -19,8 +19,12 @@ from edgemoe.gpu_offload.arena import ExpertViews
 from edgemoe.gpu_offload.choice import next_token
 from edgemoe.gpu_offload.decisions import Decisions
 from edgemoe.gpu_offload.executor import Counters, Snapshot, kept_in_place
+from edgemoe.gpu_offload.shape import Shape
 from edgemoe.gpu_offload.slots import Slots
-from edgemoe.gpu_offload.weights import Weights
+from edgemoe.gpu_offload.weights import Layer, Weights
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""x [T, in] float32 · weight [out, in], transposed → [T, out] float32, in an executor's own arithmetic."""
 
 _BLOCK = 1 << 20  # weights that are widened to float32 at once: they stay in a core's cache
 
@@ -49,6 +53,24 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """x [..., T, d_head]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def projected(
+    x: torch.Tensor, w: Layer, shape: Shape, cos: torch.Tensor, sin: torch.Tensor, multiply: Product
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [H, T, d_head] and keys [Hkv, T, d_head], rotated by cos and sin [T, d_head], and values of T tokens."""
+    qkv = multiply(rms_norm(x, w.attn_norm, shape.norm_eps), w.qkv)
+    q, k, v = qkv.split([shape.d_query, shape.d_kv, shape.d_kv], dim=-1)
+    q, k = rms_norm(q, w.q_norm, shape.norm_eps), rms_norm(k, w.k_norm, shape.norm_eps)
+    if shape.clip_qkv is not None:
+        q, k, v = (y.clamp(-shape.clip_qkv, shape.clip_qkv) for y in (q, k, v))
+    q, k, v = (y.unflatten(-1, (-1, shape.d_head)).transpose(0, 1) for y in (q, k, v))
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def run_expert(h: torch.Tensor, views: ExpertViews, multiply: Product) -> torch.Tensor:
+    """SwiGLU of h [T, d]: [T, d]."""
+    return multiply(F.silu(multiply(h, views.gate)) * multiply(h, views.up), views.down)
 
 
 class CpuExecutor:
@@ -162,7 +184,7 @@ class CpuExecutor:
         outputs[rows, places] = self._expert(h[rows], views)
 
     def _expert(self, h: torch.Tensor, views: ExpertViews) -> torch.Tensor:
-        return product(F.silu(product(h, views.gate)) * product(h, views.up), views.down)
+        return run_expert(h, views, product)
 
     def _mix(self, scores: torch.Tensor, executed: np.ndarray) -> torch.Tensor:
         """Mixing weights [T, k, 1] of the executed experts, from the unmodified router; zero for elided gates."""
@@ -189,14 +211,8 @@ class CpuExecutor:
         """Causal attention of T tokens from `position` on, their keys and values appended: [T, d]."""
         w, shape, count = self.weights.layers[layer], self.weights.shape, len(x)
         end = position + count
-        qkv = product(rms_norm(x, w.attn_norm, shape.norm_eps), w.qkv)
-        q, k, v = qkv.split([shape.d_query, shape.d_kv, shape.d_kv], dim=-1)
-        q, k = rms_norm(q, w.q_norm, shape.norm_eps), rms_norm(k, w.k_norm, shape.norm_eps)
-        if shape.clip_qkv is not None:
-            q, k, v = (y.clamp(-shape.clip_qkv, shape.clip_qkv) for y in (q, k, v))
-        q, k, v = (y.unflatten(-1, (-1, shape.d_head)).transpose(0, 1) for y in (q, k, v))
-        cos, sin = self._cos[position:end], self._sin[position:end]
-        self._keys[layer, :, position:end] = rotate(k, cos, sin)
+        q, k, v = projected(x, w, shape, self._cos[position:end], self._sin[position:end], product)
+        self._keys[layer, :, position:end] = k
         self._values[layer, :, position:end] = v
         keys, values = (
             cache[layer, :, :end].float().repeat_interleave(shape.n_heads // shape.n_kv_heads, 0)
@@ -205,7 +221,7 @@ class CpuExecutor:
         mask = None
         if count > 1:
             mask = torch.ones(count, end, dtype=torch.bool).tril(position)
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin), keys, values, attn_mask=mask)
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
         return product(y.transpose(0, 1).flatten(-2), w.o)
 
     def extend(self, token: int, position: int, count: int, options: Options, ends: frozenset[int]) -> Sequence[int]:

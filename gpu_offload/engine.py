@@ -9,11 +9,10 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -86,7 +85,7 @@ class OffloadEngine(Speaker):
         self.model: Model = read_model(resolve(model))
         self.shape: Shape = read_shape(self.model)
         self._calibration = _fitting(calibration, self.model)
-        self.policy = policy = _completed(policy or Policy(), calibration)
+        self.policy = policy = (policy or Policy()).completed(calibration is not None)
         self._n_ctx = n_ctx or min(DEFAULT_CTX, self.shape.n_ctx or DEFAULT_CTX)
         self.chunk = min(chunk, self._n_ctx)
         self.n_threads = n_threads or torch.get_num_threads()
@@ -359,13 +358,6 @@ def _check(device: str, dtype: str, chunk: int, n_ctx: int | None) -> None:
         )
     if device == "cuda":
         raise UserError("this version decodes on the CPU only: give --device cpu")
-
-
-def _completed(policy: Policy, calibration: Any) -> Policy:
-    """Without a calibration, a fixed bonus scale becomes a running one."""
-    if calibration is None and policy.uses_bonus and policy.scale == "fixed":
-        return replace(policy, scale="running")
-    return policy
 
 
 def _fitting(calibration: "Calibration | None", model: Model) -> "Calibration | None":

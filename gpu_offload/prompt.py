@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from edgemoe.gpu_offload.arena import ExpertViews, expert_views
-from edgemoe.gpu_offload.cpu import rms_norm, rotate
+from edgemoe.gpu_offload.cpu import projected, rms_norm, run_expert
 from edgemoe.gpu_offload.executor import Counters
 from edgemoe.gpu_offload.kernels.device_policy import Decisions, DevicePolicy
 from edgemoe.gpu_offload.program import TokenProgram
@@ -97,19 +97,13 @@ class Prompt:
     def _attention(self, layer: int, x: torch.Tensor, position: int) -> torch.Tensor:
         """Causal attention of T tokens from `position` on, their keys and values appended: [T, d]."""
         w, shape, p, end = self.weights.layers[layer], self.weights.shape, self.program, position + len(x)
-        qkv = product(rms_norm(x, w.attn_norm, shape.norm_eps), w.qkv)
-        q, k, v = qkv.split([shape.d_query, shape.d_kv, shape.d_kv], dim=-1)
-        q, k = rms_norm(q, w.q_norm, shape.norm_eps), rms_norm(k, w.k_norm, shape.norm_eps)
-        if shape.clip_qkv is not None:
-            q, k, v = (y.clamp(-shape.clip_qkv, shape.clip_qkv) for y in (q, k, v))
-        q, k, v = (y.unflatten(-1, (-1, shape.d_head)).transpose(0, 1) for y in (q, k, v))
-        cos, sin = p.cos[position:end], p.sin[position:end]
-        p.keys[layer, :, position:end] = rotate(k, cos, sin)
+        q, k, v = projected(x, w, shape, p.cos[position:end], p.sin[position:end], product)
+        p.keys[layer, :, position:end] = k
         p.values[layer, :, position:end] = v
         group = shape.n_heads // shape.n_kv_heads
         keys, values = (cache[layer, :, :end].repeat_interleave(group, 0) for cache in (p.keys, p.values))
         mask = torch.ones(len(x), end, dtype=torch.bool, device=x.device).tril(position)
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin).to(keys.dtype), keys, values, attn_mask=mask)
+        y = F.scaled_dot_product_attention(q.to(keys.dtype), keys, values, attn_mask=mask)
         return product(y.transpose(0, 1).flatten(-2).float(), w.o)
 
     def _experts(self, layer: int, h: torch.Tensor, decided: Decisions, counters: Counters) -> torch.Tensor:
@@ -154,8 +148,7 @@ class Prompt:
         self, h: torch.Tensor, expert: int, executed: np.ndarray, views: ExpertViews, outputs: torch.Tensor
     ) -> None:
         rows, places = (torch.from_numpy(found).to(h.device) for found in np.nonzero(executed == expert))
-        part = h[rows]
-        outputs[rows, places] = product(F.silu(product(part, views.gate)) * product(part, views.up), views.down)
+        outputs[rows, places] = run_expert(h[rows], views, product)
 
     def _views(self, content: torch.Tensor) -> ExpertViews:
         return expert_views(content, self.weights.shape, self.weights.dtype)

@@ -6,7 +6,7 @@ decisions that a tier would make.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -119,7 +119,7 @@ def simulate(
             raise UserError(f"{trace.name}: {capacity} slots per layer; expected 1 to its {trace.n_experts} experts")
     rows = _layer_rows(trace, layer)
     known = calibration or Calibration.stored(trace)
-    named = {name: policy and completed(policy, known) for name, policy in _resolve(policies).items()}
+    named = {name: policy and policy.completed(known.delta is not None) for name, policy in _resolve(policies).items()}
     for name, policy in named.items():
         if policy:
             _check_policy(trace, name, policy, capacities)
@@ -142,13 +142,6 @@ def simulate(
 def n_replays(trace: Trace, capacities: Sequence[int], policies: Sequence[str], layer: int | str = ALL) -> int:
     """How often `simulate` calls its `advance`."""
     return len(capacities) * len(policies) * len(_layer_rows(trace, layer))
-
-
-def completed(policy: Policy, calibration: Calibration) -> Policy:
-    """The policy that is replayed: a fixed bonus scale that nothing provides becomes a running one."""
-    if policy.uses_bonus and policy.scale == "fixed" and calibration.delta is None:
-        return replace(policy, scale="running")
-    return policy
 
 
 def _resolve(policies: Mapping[str, Policy | None] | Iterable[str]) -> dict[str, Policy | None]:

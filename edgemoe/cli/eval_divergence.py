@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from edgemoe.cli import eval_options as shared
 from edgemoe.cli import policy_options as given
 from edgemoe.cli.option_groups import spread
 from edgemoe.cli.stopping import interrupt_on_sigterm
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from edgemoe.evaluation.divergence import Estimate, Summary
     from edgemoe.evaluation.results import Results
 
-INTERRUPTED = 130
 QUALITY = ("exact ppl", "ppl", "excess", "KL", "top-1")
 COPIES = ("replaced", "demand", "prefetch", "unused")
 Elide = Annotated[
@@ -71,17 +71,9 @@ class Passes:
             " per decode). Default: llama.cpp for a file, torch for a folder.",
         ),
     ] = None
-    threads: Annotated[
-        int | None, typer.Option("--threads", metavar="N", min=1, help="CPU threads. Default: the physical cores.")
-    ] = None
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="NAME", help="torch, offload: weights as bfloat16 (the default) or float32."),
-    ] = None
-    device: Annotated[
-        str | None,
-        typer.Option("--device", metavar="NAME", help="torch: cpu (the default), cuda, cuda:1, ... or auto."),
-    ] = None
+    threads: shared.Threads = None
+    dtype: shared.DType = None
+    device: shared.Device = None
     chunk: Annotated[
         int | None,
         typer.Option("--chunk", metavar="N", min=1, help="torch: positions per pass. Default: whole windows."),
@@ -93,9 +85,7 @@ class Passes:
 
 @spread
 def divergence(
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A Mixture-of-Experts GGUF file, or a Hugging Face model folder.")
-    ],
+    model: shared.ModelOrFolder,
     files: Annotated[
         list[str],
         typer.Option(
@@ -122,12 +112,7 @@ def divergence(
             " speculative. Exact routing is run once for all; exact-lru alone makes a reference for eval compare.",
         ),
     ] = "psr-gated",
-    residency: Annotated[
-        str,
-        typer.Option(
-            "--residency", metavar="AMOUNT", help="Experts held: a share (50%), slots per layer (32) or bytes."
-        ),
-    ] = "50%",
+    residency: shared.Held = "50%",
     calibration: given.CalibrationFile = None,
     windows: Annotated[int, typer.Option("--windows", metavar="N", help="Windows of each domain.")] = 8,
     ctx: Annotated[int, typer.Option("--ctx", metavar="T", help="Tokens per window.")] = 256,
@@ -188,7 +173,7 @@ def divergence(
         )
     except KeyboardInterrupt:
         print("edgemoe: interrupted: the same command goes on with what is finished", file=sys.stderr)  # noqa: T201
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(shared.INTERRUPTED) from None
     if as_json:
         _print_json(found, places)
     else:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from edgemoe.cli import eval_options as shared
 from edgemoe.cli import policy_options as given
-from edgemoe.cli.eval_divergence import INTERRUPTED, Changes
+from edgemoe.cli.eval_divergence import Changes
 from edgemoe.cli.option_groups import spread
 from edgemoe.cli.stopping import interrupt_on_sigterm
 
@@ -41,21 +42,13 @@ class Running:
             help="Most tokens of a question; a longer one loses its beginning. Default: 2048, or what the model holds.",
         ),
     ] = None
-    threads: Annotated[
-        int | None, typer.Option("--threads", metavar="N", min=1, help="CPU threads. Default: the physical cores.")
-    ] = None
+    threads: shared.Threads = None
     chunk: Annotated[
         int | None,
         typer.Option("--chunk", metavar="N", min=1, help="llama.cpp, offload: tokens of a prompt per pass."),
     ] = None
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="NAME", help="torch, offload: weights as bfloat16 (the default) or float32."),
-    ] = None
-    device: Annotated[
-        str | None,
-        typer.Option("--device", metavar="NAME", help="torch: cpu (the default), cuda, cuda:1, ... or auto."),
-    ] = None
+    dtype: shared.DType = None
+    device: shared.Device = None
     batch: Annotated[
         int | None, typer.Option("--batch", metavar="N", min=1, help="torch: requests per pass. Default: 1.")
     ] = None
@@ -86,9 +79,7 @@ class Asking:
 
 @spread
 def tasks(
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A Mixture-of-Experts GGUF file, or a Hugging Face model folder.")
-    ],
+    model: shared.ModelOrFolder,
     names: Annotated[
         str,
         typer.Option(
@@ -112,12 +103,7 @@ def tasks(
             help="exact-lru, exact-score, exact-prefetch, cache-prior, psr, psr-gated or speculative: one per run.",
         ),
     ] = "psr-gated",
-    residency: Annotated[
-        str,
-        typer.Option(
-            "--residency", metavar="AMOUNT", help="Experts held: a share (50%), slots per layer (32) or bytes."
-        ),
-    ] = "50%",
+    residency: shared.Held = "50%",
     calibration: given.CalibrationFile = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing result, once the new one is whole.")
@@ -159,7 +145,7 @@ def tasks(
         )
     except KeyboardInterrupt:
         print("edgemoe: interrupted: the same command goes on with what is finished", file=sys.stderr)  # noqa: T201
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(shared.INTERRUPTED) from None
     if as_json:
         _print_json(report, out)
     else:

@@ -163,11 +163,11 @@ class _Run:
         sizes: list[int] | None,
         quiet: bool,
     ) -> None:
-        from edgemoe.tracing.simulate import completed
-
         self.trace, self.calibration, self.sizes, self.quiet = trace, calibration, sizes, quiet
         self.layer = "all" if layer is None else layer
-        self.policies = {name: policy and completed(policy, calibration) for name, policy in policies.items()}
+        self.policies = {
+            name: policy and policy.completed(calibration.delta is not None) for name, policy in policies.items()
+        }
 
     def rows(self, capacities: list[int], what: str) -> pd.DataFrame:
         """Every policy at every capacity; what Algorithm 1 is not defined for is refused."""
@@ -212,7 +212,7 @@ class _Run:
         prior = f"token prior from {known.source}" if known.prior is not None else "no token prior"
         said = f"warm set: {warm}; {prior}"
         if any(policy.uses_bonus for policy in steered.values()):
-            fixed = any(policy.uses_bonus and policy.scale == "fixed" for policy in steered.values())
+            fixed = any(policy.needs_scale for policy in steered.values())
             said = f"bonus scale: {f'mean range from {known.source}' if fixed else 'running mean of the range'}; {said}"
         return [*notes, said]
 

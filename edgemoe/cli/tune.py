@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgemoe.cli.eval_divergence import INTERRUPTED, Passes
+from edgemoe.cli import eval_options as shared
+from edgemoe.cli.eval_divergence import Passes
 from edgemoe.cli.option_groups import spread
 from edgemoe.cli.policy_options import CalibrationFile
 from edgemoe.cli.stopping import interrupt_on_sigterm
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
 
 @spread
 def tune(
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A Mixture-of-Experts GGUF file, or a Hugging Face model folder.")
-    ],
+    model: shared.ModelOrFolder,
     files: Annotated[
         list[str],
         typer.Option(
@@ -119,7 +118,7 @@ def tune(
         )
     except KeyboardInterrupt:
         print("edgemoe: interrupted: nothing was written", file=sys.stderr)  # noqa: T201
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(shared.INTERRUPTED) from None
     if plot:
         _draw(found, limits, plot)
     (_print_json if as_json else _print)(found, limits, out, plot)

@@ -10,7 +10,6 @@ from typing import Any
 from edgemoe.calibration import Calibration, load_calibration
 from edgemoe.errors import UserError
 from edgemoe.evaluation.answers import Answers, EngineAnswers
-from edgemoe.evaluation.subject import completed
 from edgemoe.evaluation.subjects import ENGINES
 from edgemoe.model import Model
 from edgemoe.policy import Policy
@@ -62,7 +61,7 @@ def answering(
     opened = {"llama.cpp": _llamacpp, "offload": _offload, "torch": _torch}[name]
     n_ctx = setup.n_ctx or min(DEFAULT_CTX, model.geometry.n_ctx or DEFAULT_CTX)
     try:
-        with opened(model, completed(policy, known is not None), residency, known, n_ctx, setup) as (answers, config):
+        with opened(model, policy.completed(known is not None), residency, known, n_ctx, setup) as (answers, config):
             common = {"engine": name, "n_ctx": n_ctx, "calibration": "" if known is None else known.digest}
             yield answers, {**config, **common}
     except ModuleNotFoundError as error:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,15 +49,6 @@ class Subject(Protocol):
         """`count` windows [length] that start with `prefix` and go on as exact routing would, at temperature 1.
 
         advance: told of sampled tokens."""
-
-
-def completed(policy: Policy, calibrated: bool) -> Policy:
-    """What engines make of a policy that was given no bonus scale: one that follows the request."""
-    return replace(policy, scale="running") if not calibrated and _needs_scale(policy) else policy
-
-
-def _needs_scale(policy: Policy) -> bool:
-    return policy.uses_bonus and policy.scale == "fixed"
 
 
 def is_exact(policy: Policy) -> bool:

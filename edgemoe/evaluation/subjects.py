@@ -11,7 +11,7 @@ import numpy as np
 
 from edgemoe.calibration import Calibration, load_calibration
 from edgemoe.errors import UserError
-from edgemoe.evaluation.subject import Skip, Subject, TokenByToken, completed
+from edgemoe.evaluation.subject import Skip, Subject, TokenByToken
 from edgemoe.evaluation.token_metrics import WindowMetrics
 from edgemoe.generation.engine import Engine
 from edgemoe.llamacpp.session import default_threads
@@ -113,7 +113,7 @@ class LlamaCpp(TokenByToken):
     def completed(self, policy: Policy) -> Policy:
         if policy.elide:
             raise UserError("--elide: llama.cpp always executes the model's k experts: use --engine torch or offload")
-        return completed(policy, self._known is not None)
+        return policy.completed(self._known is not None)
 
     def configuration(self, policy: Policy) -> dict[str, Any]:
         return {
@@ -153,7 +153,7 @@ class Offload(TokenByToken):
         self._dtype, self._version = runs.dtype or "bfloat16", torch.__version__
 
     def completed(self, policy: Policy) -> Policy:
-        return completed(policy, self._known is not None)
+        return policy.completed(self._known is not None)
 
     def configuration(self, policy: Policy) -> dict[str, Any]:
         return {
@@ -191,7 +191,7 @@ class Harness:
         self.slots = residency.slots(find_routers(self._model)[0].n_experts)
 
     def completed(self, policy: Policy) -> Policy:
-        return completed(policy, self._known is not None)
+        return policy.completed(self._known is not None)
 
     def check(self, policies: Sequence[Policy]) -> None:
         from edgemoe.gpu_offload.harness.steer import steer

@@ -6,7 +6,7 @@ Every baseline of both papers is one of these configurations, never a code path 
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from edgemoe.errors import UserError
@@ -117,6 +117,15 @@ class Policy:
     def needs_scores(self) -> bool:
         """Whether the router's own choice is not enough: other experts may run, or a running Δ̄ follows the scores."""
         return self.routing != "exact" or self.elide > 0 or (self.uses_bonus and self.scale == "running")
+
+    @property
+    def needs_scale(self) -> bool:
+        """Whether Δ̄ must be given: a fixed one that enters a decision."""
+        return self.uses_bonus and self.scale == "fixed"
+
+    def completed(self, calibrated: bool) -> "Policy":
+        """The policy as it runs: a fixed bonus scale that nothing provides becomes a running one."""
+        return replace(self, scale="running") if self.needs_scale and not calibrated else self
 
     @property
     def uses_prior(self) -> bool:

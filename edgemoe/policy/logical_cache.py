@@ -95,7 +95,7 @@ class LogicalCache:
         """
         ks = np.broadcast_to(np.asarray(top_k, dtype=np.int64), (n_layers,))
         policy.check(n_experts, int(ks.max()), capacity)
-        if delta is None and policy.uses_bonus and policy.scale == "fixed" and policy.lam > 0:
+        if delta is None and policy.needs_scale and policy.lam > 0:
             raise UserError("a fixed bonus scale needs Δ̄ of every layer: give it, or use a running scale")
         if pinned is not None:
             _check_pinned(pinned, n_layers, n_experts)

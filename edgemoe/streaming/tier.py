@@ -8,11 +8,10 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -107,7 +106,7 @@ class Tier(Speaker):
         self.chunk = chunk = min(chunk, n_ctx)
         self.n_threads = n_threads or default_threads()
         self._calibration, self._kv_type = calibration, kv_type
-        self.policy = policy = _completed(policy or Policy(), calibration)
+        self.policy = policy = (policy or Policy()).completed(calibration is not None)
         self._record, self._observer, self._n_gpu_layers = record, observer, n_gpu_layers
         self._tokens, self._seconds = 0, 0.0
         self._streams: list[Stream] = []
@@ -369,10 +368,3 @@ def _streamable(model: Model) -> Model:
                 "convert the model again, or run it without --ram"
             )
     return model
-
-
-def _completed(policy: Policy, calibration: Any) -> Policy:
-    """Without a calibration, a fixed bonus scale becomes a running one."""
-    if calibration is None and policy.uses_bonus and policy.scale == "fixed":
-        return replace(policy, scale="running")
-    return policy
