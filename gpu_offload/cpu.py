@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from edgemoe.errors import UserError
 from edgemoe.generation.options import Options
 from edgemoe.gpu_offload.arena import ExpertViews
-from edgemoe.gpu_offload.choice import next_token
 from edgemoe.gpu_offload.decisions import Decisions
 from edgemoe.gpu_offload.executor import Counters, Snapshot, kept_in_place
+from edgemoe.gpu_offload.kernels import draw
 from edgemoe.gpu_offload.shape import Shape
 from edgemoe.gpu_offload.slots import Slots
 from edgemoe.gpu_offload.weights import Layer, Weights
@@ -228,7 +228,7 @@ class CpuExecutor:
         chosen: list[int] = []
         while len(chosen) < count and not (chosen and chosen[-1] in ends):
             logits = self.step(np.array([token]), position)
-            token = next_token(logits, options, position)
+            token = draw.choose(logits, options, options.seed or 0, position)
             chosen.append(token)
             position += 1
         return chosen

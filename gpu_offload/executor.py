@@ -63,8 +63,8 @@ class Executor(Protocol):
         """
 
     def extend(self, token: int, position: int, count: int, options: Options, ends: frozenset[int]) -> Sequence[int]:
-        """Append `token`, choose the next by `options` (`edgemoe.gpu_offload.choice`), append that, …: the `count`
-        tokens chosen, fewer after one of `ends`. The last one is chosen and not appended."""
+        """Append `token`, choose the next by `options` (`kernels.draw.choose`), append that, …: the `count` tokens
+        chosen, fewer after one of `ends`. The last one is chosen and not appended."""
 
     def record(self, count: int) -> dict[str, np.ndarray]:
         """What the last step, of `count` tokens, decided, and from what: `edgemoe.gpu_offload.decisions.Decisions`."""

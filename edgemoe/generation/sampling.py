@@ -33,7 +33,7 @@ class Sampler:
 
 def candidates(logits: np.ndarray, options: Options) -> tuple[np.ndarray, np.ndarray]:
     """The tokens that may follow, likeliest first, and their probabilities: both [n], n ≥ 1."""
-    tokens = _likeliest(logits, options.top_k or len(logits))
+    tokens = likeliest(logits, options.top_k or len(logits))
     scores = logits[tokens].astype(np.float64)
     scores -= scores[0]
     keep = len(tokens)
@@ -47,7 +47,7 @@ def candidates(logits: np.ndarray, options: Options) -> tuple[np.ndarray, np.nda
     return tokens[:keep], weights / weights.sum()
 
 
-def _likeliest(logits: np.ndarray, k: int) -> np.ndarray:
+def likeliest(logits: np.ndarray, k: int) -> np.ndarray:
     """Ids of the k largest logits, largest first, the lower id first among equals."""
     if k < len(logits):
         threshold = np.partition(logits, len(logits) - k)[len(logits) - k]

@@ -10,6 +10,7 @@ import numpy as np
 
 from edgemoe.errors import UserError
 from edgemoe.generation.options import Options
+from edgemoe.generation.sampling import likeliest
 
 WEIGHT_BITS = 31
 SHARE_BITS = 24  # top-p in units of 2⁻²⁴
@@ -65,14 +66,15 @@ def log_min_p(options: Options) -> float:
 def choose(logits: np.ndarray, options: Options, seed: int, position: int) -> int:
     """The token at `position` for logits [V] float32. Raises `UserError` where they are no numbers.
 
-    The host's choice, with the device's bits, where the device has none: a top-k beyond its limit.
+    The host's choice, with the device's bits: of an executor on the CPU, and where the device has none, for a top-k
+    beyond its limit.
     """
     logits = np.asarray(logits, dtype=np.float32)
     if not np.isfinite(logits.max()):
         raise UserError("the model's logits are not finite: is the file damaged? (edgemoe info shows its layout)")
     if options.temperature == 0:
         return int(logits.argmax())
-    tokens = np.argsort(-logits.astype(np.float64), kind="stable")[: options.top_k or len(logits)]
+    tokens = likeliest(logits, options.top_k or len(logits))
     below = logits[tokens] - logits[tokens[0]]
     shares = weights(below)
     reached = np.cumsum(shares)

@@ -130,13 +130,13 @@ def test_the_context_ends_clearly(tiny):
 
 @pytest.mark.parametrize("options", [Options(temperature=0), Options(seed=11, top_k=50), Options(seed=12, top_k=0)])
 def test_extending_is_a_step_and_a_choice_at_a_time(tiny, options):
-    from edgemoe.gpu_offload.choice import next_token
+    from edgemoe.gpu_offload.kernels import draw
 
     with make(tiny, policy=POLICIES["psr"]) as engine:
         engine.prefill(PROMPT[:-1])
         chosen, token = [], PROMPT[-1]
         for _ in range(8):
-            token = next_token(engine.decode(token), options, engine.position - 1)
+            token = draw.choose(engine.decode(token), options, options.seed or 0, engine.position - 1)
             chosen.append(token)
         engine.reset()
         engine.prefill(PROMPT[:-1])
