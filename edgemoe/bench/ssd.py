@@ -16,7 +16,7 @@ from edgemoe.bench.case import Case, Outcome, Setting
 from edgemoe.bench.limits import Limits, Missed, Prediction, Watch, measure_limits, predict, probe_disk, refine
 from edgemoe.bench.loads import Shape, fit_trace, forced_ids, shape_of, written
 from edgemoe.bench.memory_group import Hierarchy, find_hierarchy
-from edgemoe.bench.sharing import replayed_misses
+from edgemoe.wall.sharing import replayed_misses
 from edgemoe.errors import UserError
 from edgemoe.llamacpp.session import default_threads
 from edgemoe.machine.memory import ram

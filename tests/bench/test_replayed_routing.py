@@ -10,7 +10,7 @@ from edgemoe.bench.forced import ForcedHub
 from edgemoe.bench.loads import fit_trace, forced_ids
 from edgemoe.bench.mapped import MappedSession
 from edgemoe.bench.replayed import ReplayedEngine
-from edgemoe.bench.sharing import replayed_misses
+from edgemoe.wall.sharing import replayed_misses
 from edgemoe.errors import UserError
 from edgemoe.llamacpp.graph import find_routers
 from edgemoe.llamacpp.hub import Tap
