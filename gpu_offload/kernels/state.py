@@ -79,24 +79,6 @@ class DevicePolicyState:
         self.words.zero_()
         self.scales[:, 1] = 0
 
-    def reset_in_place(self) -> np.ndarray:  # [n, 3] int32: layer, expert, slot
-        """Start a sequence, but leave warm experts where they are; the copies that bring the others.
-
-        The same experts are resident as after `reset`, in other slots, and no decision depends on which slot it is.
-        """
-        before = self.slot_of()
-        self.reset()
-        after = self.slot_of()
-        copies = []
-        for layer, (old, new) in enumerate(zip(before, after, strict=True)):
-            stays = (old >= 0) & (new >= 0)
-            free = np.setdiff1d(new[new >= 0], old[stays])
-            comes = np.flatnonzero((new >= 0) & ~stays)
-            new[stays], new[comes] = old[stays], free
-            copies += [(layer, int(e), int(slot)) for e, slot in zip(comes, free, strict=True)]
-        self.ints[:, 0, : after.shape[1]] = torch.from_numpy(after).to(self.ints.device)
-        return np.array(copies, dtype=np.int32).reshape(-1, 3)
-
     def to_block(self) -> np.ndarray:
         """The state as a block of `edgemoe.policy.state`; what is working memory there is left as it was."""
         block = self.like.copy()
