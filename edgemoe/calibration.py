@@ -7,11 +7,9 @@ of the mean score range, and evicts with an eye on the input token. All three ar
 
 import hashlib
 import json
-import os
 import zipfile
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgemoe.errors import UserError
+from edgemoe.files import whole_file
 
 if TYPE_CHECKING:
     from edgemoe.model import Model
@@ -190,7 +189,6 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         """Write the file, whole or not at all; `UserError` where it cannot be written."""
-        path = Path(path)
         meta = {
             "format": FORMAT,
             "version": self.version,
@@ -207,18 +205,8 @@ class Calibration:
         if self.hits:
             meta |= {"hit_policies": self.hits.policies, "hit_tokens": self.hits.n_tokens}
             arrays |= {"hit_capacities": self.hits.capacities, "hit_rates": self.hits.rates}
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                np.savez_compressed(file, meta=np.array(json.dumps(meta)), **arrays)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
-        finally:
-            with suppress(OSError):
-                temporary.unlink()
+        with whole_file(path) as file:
+            np.savez_compressed(file, meta=np.array(json.dumps(meta)), **arrays)
 
 
 def score_ranges(scores: np.ndarray) -> np.ndarray:  # [≤ T] float32

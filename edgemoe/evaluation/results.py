@@ -15,12 +15,14 @@ from typing import Any, Literal, get_args
 
 from edgemoe import __version__
 from edgemoe.errors import UserError
+from edgemoe.files import read_json, reason_of
 
 FORMAT = "edgemoe results"
 VERSION = 1
 PARTIAL = ".partial"  # what a run that is not finished has written so far (`edgemoe.evaluation.writer`)
 Kind = Literal["divergence", "tasks"]
-_DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+"""What reading a file that is not one of ours raises."""
 
 
 def fingerprint(parts: Iterable[str | bytes]) -> str:
@@ -238,46 +240,19 @@ def load_results(path: str | Path) -> Results:
     of another version, or no result file at all.
     """
     path = Path(path)
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such result file") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: a folder, expected a result file") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    if path.suffix == PARTIAL:
+    if path.suffix == PARTIAL and path.is_file():
         raise UserError(f"{path}: of a run that was interrupted: run the same command again to finish it")
-    try:
-        said = parse(raw)
-        if not isinstance(said, dict) or said.get("format") != FORMAT:
-            raise ValueError(f'expected "format": "{FORMAT}"')
-        version = said.get("version")
-    except _DAMAGE as error:
-        raise UserError(f"{path}: not a result file of edgemoe eval ({_reason(error)})") from None
+    said = read_json(path, "result file", "edgemoe eval divergence and eval tasks write them")
+    if not isinstance(said, dict) or said.get("format") != FORMAT:
+        raise UserError(f'{path}: not a result file of edgemoe eval (expected "format": "{FORMAT}")')
+    version = said.get("version")
     if version != VERSION:
         shown = str(version)[:20]
         raise UserError(f"{path}: a result file of version {shown}, this edgemoe reads {VERSION}: evaluate again")
     try:
         return Results(Header.from_json(said), tuple(Item.from_json(item) for item in said["items"]))
-    except _DAMAGE as error:
-        raise UserError(f"{path}: not a sound result file ({_reason(error)}): evaluate again") from None
-
-
-def parse(raw: bytes) -> Any:
-    """JSON, strictly: no NaN, no infinity, UTF-8. Raises ValueError or RecursionError."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not a number")
-
-    return json.loads(raw.decode(), parse_constant=refuse)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"no {error.args[0]}"
-    first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return first.replace("__init__() ", "")[:120]
+    except DAMAGE as error:
+        raise UserError(f"{path}: not a sound result file ({reason_of(error)}): evaluate again") from None
 
 
 def _number(value: Any, what: str) -> float:

@@ -15,9 +15,8 @@ from types import TracebackType
 from typing import Any
 
 from edgemoe.errors import UserError
-from edgemoe.evaluation.results import PARTIAL, Header, Item, Results, check_item, one_line, parse
-
-_DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+from edgemoe.evaluation.results import DAMAGE, PARTIAL, Header, Item, Results, check_item, one_line
+from edgemoe.files import parse_json, whole_file
 
 
 def partial_path(out: Path) -> Path:
@@ -79,18 +78,11 @@ class ResultWriter:
     def finish(self) -> Results:
         """Write the result file, whole or not at all. Raises ValueError while items are missing."""
         results = Results(self.header, tuple(self._items.values()))
-        temporary = self.out.with_name(f".{self.out.name}.tmp")
         try:
-            with temporary.open("wb") as file:
+            with whole_file(self.out) as file:
                 file.write(results.as_bytes())
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.out)
-        except OSError as error:
-            raise UserError(f"{self.out}: cannot be written ({error.strerror or error}): {self._kept()}") from None
-        finally:
-            with suppress(OSError):
-                temporary.unlink()
+        except UserError as refusal:
+            raise UserError(f"{refusal}: {self._kept()}") from None
         with suppress(OSError):
             self._path.unlink()
         self.close()
@@ -151,17 +143,17 @@ class ResultWriter:
             self._file.truncate(len(whole) + 1)
         for number, line in enumerate(lines[1:], 2):
             try:
-                item = Item.from_json(parse(line))
+                item = Item.from_json(parse_json(line))
                 self._check(item)
                 self._keep(item)
-            except _DAMAGE:
+            except DAMAGE:
                 raise UserError(f"{self._path}: line {number} is damaged: delete the file to start again") from None
 
     def _other(self, line: bytes) -> str:
         """In what the header of an earlier run differs; empty where it is this one."""
         try:
-            found = Header.from_json(parse(line)).as_json()
-        except _DAMAGE:
+            found = Header.from_json(parse_json(line)).as_json()
+        except DAMAGE:
             return "not what an interrupted evaluation leaves"
         changed = _changed(found, self.header.as_json())
         return f"begun under another configuration ({changed})" if changed else ""

@@ -5,7 +5,6 @@ that of another is refused, because a prediction from it would be wrong without 
 """
 
 import itertools
-import json
 import math
 import os
 import shlex
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgemoe.errors import UserError
+from edgemoe.files import read_json, write_json
 from edgemoe.machine.disk import check_same_disk
 from edgemoe.machine.identity import Host, gpu_uuids, profile_key, this_host
 from edgemoe.machine.record import RecordError, from_json, to_json
@@ -280,22 +280,8 @@ def profile_path(host: Host | None = None, uuids: tuple[str, ...] | None = None)
 def save_profile(profile: Profile, path: Path | None = None) -> Path:
     """Write the profile, atomically, and return where. Raises `UserError` where it cannot be written."""
     path = path or profile_path(profile.host, profile.present_gpus)
-    text = json.dumps(to_json(profile), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=".profile-", delete=False
-        ) as file:
-            try:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-                Path(file.name).replace(path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
-    except OSError as error:
-        raise UserError(f"cannot write the profile {path}: {error.strerror or error}") from None
+    check_writable(path)
+    write_json(path, to_json(profile), indent=1)
     return path
 
 
@@ -330,14 +316,7 @@ def load_profile(path: Path | None = None, model: Path | None = None) -> Profile
 
 def read_profile(path: Path) -> Profile:
     """Whatever machine's profile is in this file; `UserError` if it is none of this version."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"no machine profile at {path}: {_AGAIN} on this machine first") from None
-    except OSError as error:
-        raise UserError(f"cannot read the profile {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError):
-        raise UserError(f"{path} is not a machine profile (not JSON): {_AGAIN}") from None
+    data = read_json(path, "machine profile", f"{_AGAIN} on this machine")
     version = data.get("version") if isinstance(data, dict) else None
     if version != VERSION:
         raise UserError(f"{path} has profile version {version!r}, this edgemoe reads {VERSION}: {_AGAIN} again")

@@ -4,15 +4,13 @@ JSON, to be read by people too. It holds for one model, whose fingerprint it car
 for, with the calibration that lies beside it: commands take it wherever they take a preset's name.
 """
 
-import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from edgemoe.errors import UserError
+from edgemoe.files import read_json, reason_of, write_json
 from edgemoe.policy.config import Policy
 
 FORMAT = "edgemoe policy"
@@ -35,7 +33,6 @@ class PolicyFile:
 
     def save(self, path: str | Path) -> None:
         """Write the file, whole or not at all; `UserError` where it cannot be written."""
-        path = Path(path)
         said = {
             "format": FORMAT,
             "version": VERSION,
@@ -49,15 +46,7 @@ class PolicyFile:
             "texts": [dict(text) for text in self.texts],
             "config": dict(self.config or {}),
         }
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(json.dumps(said, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-            temporary.replace(path)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror})") from None
-        finally:
-            with suppress(OSError):
-                temporary.unlink()
+        write_json(path, said, indent=2)
 
     def check_model(self, path: str | Path, weights: str) -> None:
         """Raise `UserError` unless the model whose fingerprint is `weights` is the one that was tuned."""
@@ -74,15 +63,7 @@ def is_policy_file(name: str | None) -> bool:
 
 def load_policy_file(path: str | Path) -> PolicyFile:
     """Read a policy file. Raises `UserError`, one line, for one that is missing, damaged or of another version."""
-    path = Path(path)
-    try:
-        said = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such policy file: write one with `edgemoe tune`") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError):
-        raise UserError(f"{path}: not a policy file (no JSON): write one with `edgemoe tune`") from None
+    said = read_json(path, "policy file", "write one with `edgemoe tune`")
     if not isinstance(said, dict) or said.get("format") != FORMAT:
         raise UserError(f'{path}: not a policy file (expected "format": "{FORMAT}")')
     if said.get("version") != VERSION:
@@ -103,8 +84,7 @@ def load_policy_file(path: str | Path) -> PolicyFile:
             dict(said["config"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = f"no {error.args[0]}" if isinstance(error, KeyError) else str(error).splitlines()[0][:80]
-        raise UserError(f"{path}: not a sound policy file ({reason}): tune again") from None
+        raise UserError(f"{path}: not a sound policy file ({reason_of(error)}): tune again") from None
     return found
 
 

@@ -5,7 +5,6 @@ of all layers go to the fastest memory, as many as its budget holds, so that a l
 fewer slots than one whose load is spread.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgemoe.errors import UserError
+from edgemoe.files import read_json, write_json
 from edgemoe.model.geometry import ModelGeometry
 from edgemoe.wall.hits import TraceHits, slots_for
 
@@ -117,30 +117,14 @@ def make_plan(
 
 def save_plan(plan: Plan, path: Path) -> Path:
     """Write it; the file appears whole or not at all. A `UserError` where it cannot be written."""
-    text = json.dumps({"kind": KIND, "version": VERSION, **asdict(plan)}, ensure_ascii=False) + "\n"
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}; name a file in a folder that exists"
-        ) from None
+    write_json(path, {"kind": KIND, "version": VERSION, **asdict(plan)})
     return path
 
 
 def load_plan(path: Path, g: ModelGeometry | None = None, files: Sequence[Path] = ()) -> Plan:
     """Read a plan, and check that it is whole and, where a geometry is given, of this model (by layers, experts and,
     where both are known, header fingerprint of `files`). Raises `UserError`, one line."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such plan: {_AGAIN}") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except (ValueError, RecursionError):
-        raise UserError(f"{path}: not a placement plan (not JSON): {_AGAIN}") from None
+    data = read_json(path, "placement plan", _AGAIN)
     if not isinstance(data, dict) or data.get("kind") != KIND:
         raise UserError(f"{path}: not a placement plan: {_AGAIN}")
     if data.get("version") != VERSION:

@@ -179,7 +179,7 @@ def test_mistakes_are_one_line_and_exit_code_2(edgemoe, demo_trace, tmp_path):
         ((*preset, "--trace", demo_trace), "is not a trace of qwen3-30b-a3b:Q4_K_M: it has 64 experts"),
         ((*preset, "--trace", tmp_path / "none.npz"), "no such trace file"),
         ((*preset, "--verify"), "--verify measures on this machine"),
-        (("wall", "qwen3-30b-a3b", "--profile", tmp_path / "none.json"), "no machine profile at"),
+        (("wall", "qwen3-30b-a3b", "--profile", tmp_path / "none.json"), "no such machine profile"),
         (("wall", DEMO, *PAPER, "--trace", demo_trace, "--policy", "psr"), "lacks: trace it with --scores"),
     ):  # fmt: skip
         for flags in ((), ("--json",)):

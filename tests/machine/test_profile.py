@@ -77,7 +77,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
 
 def test_by_default_it_lies_in_the_configuration_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    with pytest.raises(UserError, match=r"no machine profile at .*edgemoe probe"):
+    with pytest.raises(UserError, match=r"no such machine profile: .*edgemoe probe"):
         load_profile()
     written = profile(tmp_path, present_gpus=profiles.gpu_uuids())
     assert save_profile(written) == profile_path() == next((tmp_path / "edgemoe").iterdir())

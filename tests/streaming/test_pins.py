@@ -104,7 +104,7 @@ def test_plans_of_others_are_refused(planned, tmp_path):
     for given in (plan, load_plan(plan)):
         with pytest.raises(UserError, match="a plan for"):
             StreamingEngine(other, plan=given, **SMALL)
-    with pytest.raises(UserError, match="no such plan"):
+    with pytest.raises(UserError, match="no such placement plan"):
         StreamingEngine(path, plan=tmp_path / "none.json", **SMALL)
     damaged = tmp_path / "damaged.json"
     damaged.write_text(json.dumps({**json.loads(plan.read_text()), "layers": 3}))

@@ -128,7 +128,7 @@ def test_nothing_known_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path:
     with pytest.raises(UserError, match="run `edgemoe probe`, or say what it has"):
         machine_from(G, find_profile("none", {}), {})
     assert find_profile(None, {"ssd": "1GB/s"}) is None and find_profile("none", {"ssd": "1GB/s"}) is None
-    with pytest.raises(UserError, match="no machine profile at"):
+    with pytest.raises(UserError, match="no such machine profile"):
         find_profile(str(tmp_path / "none.json"), {"ssd": "1GB/s"})
 
 

@@ -72,9 +72,9 @@ def test_plans_that_are_damaged_or_of_another_model_are_refused(tmp_path: Path) 
     path.write_text("not json")
     with pytest.raises(UserError, match="not JSON"):
         load_plan(path)
-    with pytest.raises(UserError, match="no such plan"):
+    with pytest.raises(UserError, match="no such placement plan"):
         load_plan(tmp_path / "none.json")
-    with pytest.raises(UserError, match="cannot write"):
+    with pytest.raises(UserError, match="cannot be written"):
         save_plan(make_plan(G, (), [small_trace()], 1, 1), tmp_path / "no" / "p.json")
 
 
