@@ -12,6 +12,7 @@ from edgemoe.policy.logical_cache import TokenRows
 from edgemoe.policy.state import PRE_GATE, TOKEN_PRIOR, Cache, attach
 
 PART_1, PART_2, BOTH = 1, 2, 3
+_ALL_THERE = np.zeros(0, np.bool_)
 
 
 @kernel
@@ -23,10 +24,31 @@ def _note(c: Cache, part: int, counts: np.ndarray, copies: np.ndarray, places: n
 
 
 @kernel
-def _decide(block, layer, parts, g, prior, z, executed, counts, copies, places):  # type: ignore[no-untyped-def]
+def _select_without(c: Cache, layer: int, z: np.ndarray, absent: np.ndarray) -> int:
+    """`algorithm1.select`, but routing takes the residents that are `absent` [E] for not resident."""
+    k = c.top_k[layer]
+    algorithm1.observe_range(c, layer, z)
+    algorithm1.rank(z, z, k, c.own)
+    for e in range(c.n_experts):
+        if absent[e] and c.slot_of[layer, e] >= 0:
+            c.slot_of[layer, e] = -2 - c.slot_of[layer, e]
+    algorithm1.choose(c, layer, z, k)
+    for e in range(c.n_experts):
+        if c.slot_of[layer, e] <= -2:
+            c.slot_of[layer, e] = -2 - c.slot_of[layer, e]
+    algorithm1.order_by_router(c, z, k)
+    m = algorithm1.elide(c, z, k)
+    algorithm1.serve(c, layer, m)
+    algorithm1.update(c, layer, m, k)
+    return m
+
+
+@kernel
+def _decide(block, layer, parts, g, prior, z, absent, executed, counts, copies, places):  # type: ignore[no-untyped-def]
     """These parts of a layer's step for each of T tokens in turn.
 
-    z [T, E]; g and prior [T, E], or [0, E] without; out: executed [T, k], counts [T, 2], copies and places [T, 2, E].
+    z [T, E]; g and prior [T, E], or [0, E] without; absent [E] bool, or [0]; out: executed [T, k], counts [T, 2],
+    copies and places [T, 2, E].
     """
     c = attach(block)
     for t in range(len(z)):
@@ -39,7 +61,10 @@ def _decide(block, layer, parts, g, prior, z, executed, counts, copies, places):
                 algorithm1.prefetch(c, layer, g[t] if len(g) else c.biased)
                 _note(c, 0, counts[t], copies[t], places[t])
         if parts & PART_2:
-            m = algorithm1.select(c, layer, z[t])
+            if len(absent):
+                m = _select_without(c, layer, z[t], absent)
+            else:
+                m = algorithm1.select(c, layer, z[t])
             for i in range(executed.shape[1]):
                 executed[t, i] = c.executed[i] if i < m else -1
             _note(c, 1, counts[t], copies[t], places[t])
@@ -74,10 +99,13 @@ class Decisions:
         self._decide(layer, PART_1, 1, pregate)
         return self._pairs(layer, 0)
 
-    def part2(self, layer: int, scores: np.ndarray) -> list[tuple[int, int]]:
-        """Part 2 of a layer in a decode, by the router's scores [E]: demand copies (expert, slot)."""
+    def part2(self, layer: int, scores: np.ndarray, absent: np.ndarray = _ALL_THERE) -> list[tuple[int, int]]:
+        """Part 2 of a layer in a decode, by the router's scores [E]: demand copies (expert, slot).
+
+        absent [E] bool: residents that routing must not favour, where it reads the physical cache (PSR paper §3).
+        """
         self.scores[layer, 0] = scores
-        self._decide(layer, PART_2, 1, None)
+        self._decide(layer, PART_2, 1, None, absent)
         return self._pairs(layer, 1)
 
     def chunk(self, layer: int, scores: np.ndarray, pregate: np.ndarray | None = None) -> np.ndarray:
@@ -87,7 +115,9 @@ class Decisions:
         self._decide(layer, BOTH, count, pregate)
         return self.executed[layer, :count]
 
-    def _decide(self, layer: int, parts: int, count: int, pregate: np.ndarray | None) -> None:
+    def _decide(
+        self, layer: int, parts: int, count: int, pregate: np.ndarray | None, absent: np.ndarray = _ALL_THERE
+    ) -> None:
         nothing = g = self.scores[layer, :0]
         if self.has_pregate[layer] and pregate is not None:
             g = self.pregates[layer, :count]
@@ -99,6 +129,7 @@ class Decisions:
             g,
             self._priors[layer, :count] if self._prior else nothing,
             self.scores[layer, :count],
+            absent,
             self.executed[layer, :count],
             self.counts[layer, :count],
             self.copies[layer, :count],
