@@ -56,7 +56,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     def small() -> None:  # pragma: no cover - in the child
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
-    done = subprocess.run([sys.executable, "-c", code], preexec_fn=small, capture_output=True, text=True, timeout=120)  # noqa: PLW1509
+    done = subprocess.run([sys.executable, "-c", code], preexec_fn=small, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "cannot be written (File too large)" in done.stderr
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
