@@ -1,27 +1,28 @@
 """Writing a result file while it grows: an interrupted evaluation goes on where it stopped.
 
-`OUT.partial` holds a line with the header and then a line per finished item; a kill in the middle of a line loses that
-line. `finish` writes OUT in one step and takes the partial file away. A run holds the lock of its partial file.
+`OUT.partial` is the `edgemoe.evaluation.journal` of the run: a line with the header and then a line per finished item.
+`finish` writes OUT in one step and takes the partial file away.
 """
 
-import fcntl
-import json
-import os
 from collections.abc import Iterator
-from contextlib import suppress
-from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from edgemoe.errors import UserError
-from edgemoe.evaluation.results import DAMAGE, PARTIAL, Header, Item, Results, check_item, one_line
+from edgemoe.evaluation.journal import Journal
+from edgemoe.evaluation.results import DAMAGE, PARTIAL, Header, Item, Results, check_item
 from edgemoe.files import parse_json, whole_file
 
 
 def partial_path(out: Path) -> Path:
     """Where the items of a run to `out` are until it is finished."""
     return out.with_name(out.name + PARTIAL)
+
+
+def refuse_existing(out: Path, overwrite: bool) -> None:
+    """Raise `UserError` where a file is there that nobody said to replace."""
+    if out.exists() and not overwrite:
+        raise UserError(f"{out}: exists already: choose another name, or give --overwrite")
 
 
 class ResultWriter:
@@ -40,15 +41,14 @@ class ResultWriter:
 
     def __init__(self, out: str | Path, header: Header, overwrite: bool = False) -> None:
         self.out, self.header = Path(out), header
-        self._path = partial_path(self.out)
         self._like: dict[str, Item] = {}
         self._items: dict[tuple[str, str], Item] = {}
         if self.out.is_dir():
             raise UserError(f"{self.out}: a folder, expected a file to write, like {self.out / 'results.json'}")
-        self._refuse_existing(overwrite)
-        self._file = self._opened()
+        refuse_existing(self.out, overwrite)
+        self._journal = Journal(partial_path(self.out))
         try:
-            self._refuse_existing(overwrite)  # another run may have finished while this one waited for the disk
+            refuse_existing(self.out, overwrite)  # another run may have finished while this one waited for the disk
             self._resume(overwrite)
         except BaseException:
             self.close()
@@ -72,7 +72,7 @@ class ResultWriter:
         """Keep a finished item, on disk before this returns. Raises ValueError for one that does not belong or is
         there already, `UserError` where the disk is full."""
         self._check(item)
-        self._write(one_line(item))
+        self._journal.add(item.as_json())
         self._keep(item)
 
     def finish(self) -> Results:
@@ -82,15 +82,13 @@ class ResultWriter:
             with whole_file(self.out) as file:
                 file.write(results.as_bytes())
         except UserError as refusal:
-            raise UserError(f"{refusal}: {self._kept()}") from None
-        with suppress(OSError):
-            self._path.unlink()
-        self.close()
+            raise UserError(f"{refusal}: {self._journal.kept()}") from None
+        self._journal.remove()
         return results
 
     def close(self) -> None:
         """Let go of the partial file; what is in it stays. May be called again."""
-        self._file.close()
+        self._journal.close()
 
     def __enter__(self) -> "ResultWriter":
         return self
@@ -100,63 +98,14 @@ class ResultWriter:
     ) -> None:
         self.close()
 
-    def _refuse_existing(self, overwrite: bool) -> None:
-        if self.out.exists() and not overwrite:
-            raise UserError(f"{self.out}: exists already: choose another name, or give --overwrite")
-
-    def _opened(self) -> FileIO:
-        """The partial file, locked: a new one, or what a run that is over has left."""
-        try:
-            file = self._path.open("ab+", buffering=0)  # a line that fails must not be tried again by close
-        except OSError as error:
-            raise UserError(f"{self._path}: cannot be written ({error.strerror}): name another file") from None
-        try:
-            with suppress(OSError):  # a network file system without locks
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise self._busy() from None
-            if not self._path.exists() or not os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
-                raise self._busy()  # the other run finished just now, and this is the file that it took away
-        except BaseException:
-            file.close()
-            raise
-        return file
-
-    def _busy(self) -> UserError:
-        return UserError(f"{self._path}: another run is writing it: wait for that one, or choose another name")
-
     def _resume(self, overwrite: bool) -> None:
-        self._file.seek(0)
-        raw = self._file.read()
-        whole, _, torn = raw.rpartition(b"\n")
-        lines = whole.split(b"\n") if whole else []
-        if lines and overwrite and self._other(lines[0]):
-            lines, torn = [], raw
-        if not lines:
-            self._file.truncate(0)
-            self._write(json.dumps(self.header.as_json(), allow_nan=False))
-            return
-        if other := self._other(lines[0]):
-            raise UserError(f"{self._path}: {other}: delete it to start again, or name another file")
-        if torn:
-            self._file.truncate(len(whole) + 1)
-        for number, line in enumerate(lines[1:], 2):
+        for at, line in enumerate(self._journal.resume(self.header.as_json(), overwrite)):
             try:
                 item = Item.from_json(parse_json(line))
                 self._check(item)
                 self._keep(item)
             except DAMAGE:
-                raise UserError(f"{self._path}: line {number} is damaged: delete the file to start again") from None
-
-    def _other(self, line: bytes) -> str:
-        """In what the header of an earlier run differs; empty where it is this one."""
-        try:
-            found = Header.from_json(parse_json(line)).as_json()
-        except DAMAGE:
-            return "not what an interrupted evaluation leaves"
-        changed = _changed(found, self.header.as_json())
-        return f"begun under another configuration ({changed})" if changed else ""
+                raise self._journal.damaged(at) from None
 
     def _check(self, item: Item) -> None:
         check_item(self.header, item, self._like.get(item.task, item))
@@ -166,28 +115,3 @@ class ResultWriter:
     def _keep(self, item: Item) -> None:
         self._like.setdefault(item.task, item)
         self._items[item.key] = item
-
-    def _write(self, line: str) -> None:
-        left = line.encode() + b"\n"
-        try:
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError as error:
-            raise UserError(f"{self._path}: cannot be written ({error.strerror}): {self._kept()}") from None
-
-    def _kept(self) -> str:
-        return f"make room and run the same command again, {len(self._items):,} finished items are kept"
-
-
-def _changed(old: Any, new: Any, place: str = "") -> str:
-    """The first field in which two headers differ, with both values: `config.policy.lam was 0.2, is now 0.3`."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        found = {name: _changed(old.get(name), new.get(name), f"{place}.{name}".strip(".")) for name in {**old, **new}}
-        # The hash follows from the config, and says less.
-        return next((text for name, text in found.items() if text and name != "config_hash"), "")
-    return "" if old == new else f"{place} was {_shown(old)}, is now {_shown(new)}"
-
-
-def _shown(value: Any) -> str:
-    text = "absent" if value is None else str(value)
-    return text if len(text) <= 24 else f"{text[:21]}..."

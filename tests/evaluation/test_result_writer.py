@@ -163,11 +163,11 @@ def test_a_full_disk_is_one_line_and_loses_no_finished_item(out: Path) -> None:
     with ResultWriter(out, HEAD) as writer:
         writer.add(ITEMS[0])
         full = os.open("/dev/full", os.O_WRONLY)
-        kept = os.dup(writer._file.fileno())
-        os.dup2(full, writer._file.fileno())
+        kept = os.dup(writer._journal._file.fileno())
+        os.dup2(full, writer._journal._file.fileno())
         with pytest.raises(UserError, match="1 finished items are kept"):
             writer.add(ITEMS[1])
-        os.dup2(kept, writer._file.fileno())
+        os.dup2(kept, writer._journal._file.fileno())
         assert not writer.has("arc", "1")
         os.close(full), os.close(kept)
     with ResultWriter(out, HEAD) as writer:
