@@ -5,22 +5,17 @@ same RAM here, so copies are memory to memory and always in time: what an execut
 decides and moves too.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from edgemoe.errors import UserError
-from edgemoe.generation.options import Options
 from edgemoe.gpu_offload.arena import ExpertViews
 from edgemoe.gpu_offload.decisions import Decisions
-from edgemoe.gpu_offload.executor import Counters, Snapshot, kept_in_place
-from edgemoe.gpu_offload.kernels import draw
+from edgemoe.gpu_offload.host_executor import HostExecutor
 from edgemoe.gpu_offload.shape import Shape
-from edgemoe.gpu_offload.slots import Slots
 from edgemoe.gpu_offload.weights import Layer, Weights
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -38,7 +33,7 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def rotations(n_ctx: int, d_head: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,20 +63,27 @@ def projected(
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
+def mixing_weights(scores: torch.Tensor, executed: torch.Tensor, renormalised: bool) -> torch.Tensor:
+    """[T, k, 1] for scores [T, E] of the unmodified router and executed [T, k] int64; zero for elided gates (−1)."""
+    weights = scores.softmax(-1).gather(1, executed.clamp(min=0)) * (executed >= 0)
+    if renormalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.unsqueeze(-1)
+
+
 def run_expert(h: torch.Tensor, views: ExpertViews, multiply: Product) -> torch.Tensor:
     """SwiGLU of h [T, d]: [T, d]."""
     return multiply(F.silu(multiply(h, views.gate)) * multiply(h, views.up), views.down)
 
 
-class CpuExecutor:
+class CpuExecutor(HostExecutor):
     """An `edgemoe.gpu_offload.executor.Executor`."""
 
     name = "cpu"
 
     def __init__(self, weights: Weights, decisions: Decisions, *, n_ctx: int) -> None:
-        self.weights, self.decisions, self.counters = weights, decisions, Counters()
-        shape, self._state = weights.shape, decisions.cache.state
-        self.slots = Slots(weights.arena, int(self._state.capacity), torch.device("cpu"))
+        super().__init__(weights, decisions)
+        shape = weights.shape
         size = (shape.n_layers, shape.n_kv_heads, n_ctx, shape.d_head)
         self._keys, self._values = (torch.zeros(size, dtype=weights.dtype) for _ in range(2))
         self._cos, self._sin = rotations(n_ctx, shape.d_head, shape.rope_theta)
@@ -187,13 +189,7 @@ class CpuExecutor:
         return run_expert(h, views, product)
 
     def _mix(self, scores: torch.Tensor, executed: np.ndarray) -> torch.Tensor:
-        """Mixing weights [T, k, 1] of the executed experts, from the unmodified router; zero for elided gates."""
-        there = torch.from_numpy(executed >= 0)
-        chosen = torch.from_numpy(np.maximum(executed, 0).astype(np.int64))
-        weights = scores.softmax(-1).gather(1, chosen) * there
-        if self.weights.shape.norm_topk:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights.unsqueeze(-1)
+        return mixing_weights(scores, torch.from_numpy(executed.astype(np.int64)), self.weights.shape.norm_topk)
 
     def _moe_input(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weights.layers[layer].ffn_norm, self.weights.shape.norm_eps)
@@ -223,55 +219,3 @@ class CpuExecutor:
             mask = torch.ones(count, end, dtype=torch.bool).tril(position)
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
         return product(y.transpose(0, 1).flatten(-2), w.o)
-
-    def extend(self, token: int, position: int, count: int, options: Options, ends: frozenset[int]) -> Sequence[int]:
-        chosen: list[int] = []
-        while len(chosen) < count and not (chosen and chosen[-1] in ends):
-            logits = self.step(np.array([token]), position)
-            token = draw.choose(logits, options, options.seed or 0, position)
-            chosen.append(token)
-            position += 1
-        return chosen
-
-    def record(self, count: int) -> dict[str, np.ndarray]:
-        return self.decisions.record(count)
-
-    def reset(self) -> None:
-        state = self._state
-        for layer in range(state.n_layers):
-            state.warm_slot[layer] = kept_in_place(state.warm_slot[layer], self.slots.held[layer])
-        self.decisions.cache.reset()
-        self._settle()
-
-    def snapshot(self) -> Snapshot:
-        return Snapshot(self.decisions.cache.block.copy())
-
-    def restore(self, snapshot: Snapshot) -> None:
-        state = self._state
-        self.decisions.cache.block[:] = snapshot.block
-        for layer in range(state.n_layers):
-            state.slot_of[layer] = kept_in_place(state.slot_of[layer], self.slots.held[layer])
-        self._settle()
-
-    def _settle(self) -> None:
-        with self._timed("reset_s"):
-            for layer in range(self._state.n_layers):
-                self.counters.reset_copies += len(self.slots.settle(layer, self._state.slot_of[layer]))
-
-    def slot_of(self) -> np.ndarray:
-        found: np.ndarray = self._state.slot_of.copy()
-        return found
-
-    def verify(self) -> None:
-        self.slots.verify(self._state.slot_of)
-
-    def close(self) -> None:
-        """Nothing to give back early: the memory goes with the object."""
-
-    @contextmanager
-    def _timed(self, counter: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self.counters, counter, getattr(self.counters, counter) + time.perf_counter() - start)
