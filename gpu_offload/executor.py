@@ -52,7 +52,10 @@ class Executor(Protocol):
 
     name: str
     """For the config hash: device and design, like `cpu`."""
-    counters: Counters
+
+    @property
+    def counters(self) -> Counters:
+        """Running totals, as of now."""
 
     def step(self, tokens: np.ndarray, position: int, *, all_rows: bool = False) -> np.ndarray:
         """Append tokens [T] int, at most a chunk; the logits after the last, [V] float32, or after each, [T, V].

@@ -1,19 +1,36 @@
 """How much memory a configuration needs, by formula, before anything is allocated; and how many slots fit.
 
-    device:  dense + KV + token prior + work + C · slot
-    host:    arena, and what loading holds at once
+    device:  dense + KV + token prior + work + C · slot, and on a GPU what CUDA itself takes
+    host:    arena (page-locked for a GPU), and what loading holds at once
 
 With the CPU as the device, both are the same RAM.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from edgemoe.calibration import Calibration
 from edgemoe.errors import UserError
+from edgemoe.gpu_offload.kernels import layout
 from edgemoe.gpu_offload.shape import Shape
 from edgemoe.policy import Policy
 from edgemoe.units import Residency, format_bytes
 
 _SINGLE = 4  # bytes of a float32
+SNAPSHOTS = 512  # logical caches that an engine keeps
+GPU_RESERVE = 512 << 20  # libraries and their workspaces, kernels, graphs, and the allocator's rounding
+_STAGED = 4  # experts of a prompt on their way, running and being moved
+_RECORD = 40  # bytes that the device keeps of a slot and its copies
+
+
+@dataclass(frozen=True)
+class Room:
+    """Free bytes. `shared`: device and host are the same memory."""
+
+    device: int
+    host: int
+    shared: bool
 
 
 @dataclass(frozen=True)
@@ -27,7 +44,7 @@ class Need:
     prior: int
     """The token prior as the calibration stores it: sparse."""
     work: int
-    """Activations and decisions of a chunk, attention scores, logits, one expert in staging and in float32."""
+    """Activations and decisions of a chunk, attention scores, logits, experts in staging, snapshots, CUDA's own."""
     slot: int
     """One slot in every layer."""
     arena: int
@@ -41,26 +58,62 @@ class Need:
         return self.arena + self.loading
 
 
-def need(shape: Shape, *, itemsize: int, n_ctx: int, chunk: int, prior_bytes: int, threads: int) -> Need:
+def need(
+    shape: Shape, *, itemsize: int, n_ctx: int, chunk: int, prior_bytes: int, threads: int, gpu: bool = False
+) -> Need:
     """`itemsize`: bytes of a stored weight, 2 (bfloat16) or 4 (float32)."""
     d, q, kv, n_layers, n_experts = shape.d_model, shape.d_query, shape.d_kv, shape.n_layers, shape.n_experts
     vocabulary = shape.n_vocab * d
     matrices = vocabulary * (1 if shape.tied_output else 2) + n_layers * (2 * q + 2 * kv) * d
     singles = d + n_layers * (n_experts * d + 2 * d + q + kv)
     expert = shape.expert_values
-    rows = chunk * (6 * d + 3 * (q + 2 * kv) + 2 * shape.d_expert * shape.top_k + 4 * n_experts)
-    scores = chunk * n_ctx * shape.n_heads
-    decisions = chunk * n_layers * (6 * n_experts + shape.top_k + 2)
     largest = max(vocabulary, expert * threads)
+    work = _gpu_work if gpu else _cpu_work
     return Need(
         dense=matrices * itemsize + singles * _SINGLE,
         kv=2 * n_layers * n_ctx * kv * itemsize,
         prior=prior_bytes,
-        work=_SINGLE * (rows + scores + decisions + shape.n_vocab + expert) + expert * itemsize,
-        slot=n_layers * expert * itemsize,
+        work=work(shape, itemsize, n_ctx, chunk),
+        slot=n_layers * (expert * itemsize + (_RECORD if gpu else 0)),
         arena=n_layers * n_experts * expert * itemsize,
         loading=2 * _SINGLE * largest,
     )
+
+
+def _cpu_work(shape: Shape, itemsize: int, n_ctx: int, chunk: int) -> int:
+    values = _chunk_values(shape, n_ctx, chunk) + shape.n_vocab + shape.expert_values
+    return _SINGLE * values + shape.expert_values * itemsize
+
+
+def _gpu_work(shape: Shape, itemsize: int, n_ctx: int, chunk: int) -> int:
+    """The logits of every token of a chunk are there, and the context once more, a row of keys for each head."""
+    state = _SINGLE * shape.n_layers * layout.padded(shape.n_experts) * (len(layout.INTS) + len(layout.REALS))
+    logits = chunk * shape.n_vocab * (itemsize + _SINGLE) + 2 * _SINGLE * shape.n_vocab
+    context = n_ctx * (2 * shape.d_query * itemsize + 2 * _SINGLE * shape.d_head + chunk + 8)
+    outputs = 2 * _SINGLE * chunk * shape.top_k * shape.d_model
+    staged = _STAGED * shape.expert_values * itemsize
+    activations = _SINGLE * _chunk_values(shape, n_ctx, chunk)
+    return activations + outputs + logits + context + staged + (SNAPSHOTS + 1) * state + GPU_RESERVE
+
+
+def _chunk_values(shape: Shape, n_ctx: int, chunk: int) -> int:
+    """Activations, attention scores and decisions of a chunk."""
+    d, q, kv, n_experts = shape.d_model, shape.d_query, shape.d_kv, shape.n_experts
+    rows = chunk * (6 * d + 3 * (q + 2 * kv) + 2 * shape.d_expert * shape.top_k + 4 * n_experts)
+    scores = chunk * n_ctx * shape.n_heads
+    return rows + scores + chunk * shape.n_layers * (6 * n_experts + shape.top_k + 2)
+
+
+def prior_bytes(calibration: Calibration | None, gpu: bool) -> int:
+    """Bytes of a calibration's token prior: as its file stores it, or as `kernels.state.DevicePrior` does."""
+    if calibration is None:
+        return 0
+    prior = calibration.prior
+    if not gpu:
+        return prior.nbytes
+    n_layers, rows = prior.shape[0], len(prior.tokens)
+    known = int(np.max(prior.tokens, initial=-1)) + 1
+    return 6 * len(prior.counts) + 4 * (rows * n_layers + 1) + 4 * known
 
 
 def choose_slots(
@@ -71,14 +124,11 @@ def choose_slots(
     *,
     residency: Residency | None,
     vram: int | None,
-    device_free: int,
-    host_free: int,
-    shared: bool,
+    room: Room,
 ) -> int:
     """C, the slots per layer: what `residency` says, else the most that `vram` bytes, or what is free, hold.
 
-    `shared`: device and host are the same memory. Raises `UserError`, one line that says what would fit, where the
-    configuration does not.
+    Raises `UserError`, one line that says what would fit, where the configuration does not.
     """
     least = max(shape.top_k, policy.window)
     if residency is not None:
@@ -87,11 +137,11 @@ def choose_slots(
     else:
         slots = least
     policy.check(shape.n_experts, shape.top_k, max(slots, min(least, shape.n_experts)))
-    limit = min(device_free - (needed.host() if shared else 0), device_free if vram is None else vram)
-    if needed.host() > host_free:
+    limit = min(room.device - (needed.host() if room.shared else 0), room.device if vram is None else vram)
+    if needed.host() > room.host:
         raise UserError(
             f"{where}: its experts take {format_bytes(needed.arena)} of RAM and loading them "
-            f"{format_bytes(needed.loading)}, {format_bytes(host_free)} are free: free some, or use a smaller model"
+            f"{format_bytes(needed.loading)}, {format_bytes(room.host)} are free: free some, or use a smaller model"
         )
     if needed.device(slots) > limit:
         raise UserError(_too_much(where, needed, slots, limit, least, vram))

@@ -212,13 +212,7 @@ def _figures(work: Parallel, seconds: float) -> dict[str, Any]:
         "prefetch_reads_per_token": d.prefetch_reads / rows if rows else None,
         "bytes_per_token": d.read_bytes / rows if rows else None,
         "read_bytes_per_s": d.read_bytes / work.step_s if rows else None,
-        "seconds_per_step": {
-            "compute": d.compute_s / work.steps,
-            "demand_wait": d.demand_wait_s / work.steps,
-            "policy": d.policy_s / work.steps,
-        }
-        if rows
-        else None,
+        "seconds_per_step": {name: share / work.steps for name, share in d.shares.items()} if rows else None,
         "ram_bytes": work.streams.stats().ram_bytes,
     }
 

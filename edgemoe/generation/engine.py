@@ -4,12 +4,15 @@
 fits and reads the rest. Sampling, chat and the commands know this protocol only.
 """
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+
+from edgemoe.generation.options import Options
 
 _E = TypeVar("_E", bound="Engine")
 
@@ -24,11 +27,11 @@ class EngineStats:
     tokens: int = 0
     """Tokens decoded, those of prompts included."""
     seconds: float = 0.0
-    """Time inside `prefill` and `decode`; the three shares below are parts of it."""
-    compute_s: float = 0.0
-    demand_wait_s: float = 0.0
+    """Time inside the engine's calls; the three shares below are parts of it, None where nobody can tell them apart."""
+    compute_s: float | None = 0.0
+    demand_wait_s: float | None = 0.0
     """Time a layer stood still until the experts that it executes had been read."""
-    policy_s: float = 0.0
+    policy_s: float | None = 0.0
     loads: int = 0
     """Expert loads: executions of one expert for one token in one layer."""
     hits: int = 0
@@ -42,16 +45,27 @@ class EngineStats:
     prefetch_unused: int = 0
     ram_bytes: int = 0
     """RAM that this process holds now, weights included: a level, not a total."""
+    vram_bytes: int = 0
+    """The same of a GPU's memory, where the engine manages it."""
 
     def __sub__(self, earlier: "EngineStats") -> "EngineStats":
         """What happened since `earlier`; the memory is the later one's."""
-        since = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
-        return EngineStats(**{**since, "ram_bytes": self.ram_bytes})
+        return self._with(earlier, operator.sub, self)
 
     def __add__(self, later: "EngineStats") -> "EngineStats":
         """Two stretches as one; the memory is the later one's."""
-        both = {f.name: getattr(self, f.name) + getattr(later, f.name) for f in fields(self)}
-        return EngineStats(**{**both, "ram_bytes": later.ram_bytes})
+        return self._with(later, operator.add, later)
+
+    def _with(self, other: "EngineStats", combine: Callable[[Any, Any], Any], levels: "EngineStats") -> "EngineStats":
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        found: dict[str, Any] = {name: None if None in pair else combine(*pair) for name, pair in pairs.items()}
+        return EngineStats(**{**found, "ram_bytes": levels.ram_bytes, "vram_bytes": levels.vram_bytes})
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Seconds of compute, demand wait and policy; empty where they are not known apart."""
+        parts = {"compute": self.compute_s, "demand_wait": self.demand_wait_s, "policy": self.policy_s}
+        return {name: seconds for name, seconds in parts.items() if seconds is not None}
 
     @property
     def hit_rate(self) -> float | None:
@@ -150,3 +164,20 @@ class Engine(Language, Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+@runtime_checkable
+class Choosing(Protocol):
+    """What an engine has besides `Engine` if it chooses tokens itself: a draw depends on seed and position alone, so
+    many tokens can follow one another without the host between them."""
+
+    @property
+    def block(self) -> int:
+        """Tokens that are best asked for at once; 1: `Engine.decode` and `choose` serve as well."""
+
+    def choose(self, logits: np.ndarray, options: Options) -> int:
+        """The next token for the logits [V] after the last one. The options' seed is given."""
+
+    def extend(self, token: int, count: int, options: Options) -> list[int]:
+        """Append `token`, choose the next, append that, and so on: the `count` tokens chosen, fewer after one that ends
+        the text. The last one is not appended. All of it happens, or it raises and nothing has."""

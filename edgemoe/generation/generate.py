@@ -1,17 +1,19 @@
 """The loop: prompt in, tokens out one at a time, each with the text that it made certain."""
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
 from edgemoe.errors import UserError
-from edgemoe.generation.engine import Engine, Language
+from edgemoe.generation.engine import Choosing, Engine, Language
 from edgemoe.generation.options import Options
 from edgemoe.generation.sampling import Sampler
 from edgemoe.generation.text import TextStream
+from edgemoe.tracing.interrupts import interrupts_deferred
 
 Finish = Literal["end", "stop", "length", "context"]
 
@@ -28,7 +30,8 @@ class Step:
     token: int
     text: str
     seconds: float
-    """From asking for its logits to its text; for the first one, the prompt's time too."""
+    """From asking for its logits to its text, or its share of the time of a block of tokens; for the first one, the
+    prompt's time too."""
     finish: Finish | None = None
 
 
@@ -67,6 +70,17 @@ class Context:
         self.tokens.append(token)
         return self._settled(self.engine.decode, token)
 
+    def extend(self, token: int, count: int, options: Options) -> list[int]:
+        """Append a token and those that the engine chooses after it: `edgemoe.generation.engine.Choosing.extend`."""
+        chosen = cast(Choosing, self.engine).extend(token, count, options)
+        self.tokens += [token, *chosen[:-1]]
+        return chosen
+
+    def shorten(self, position: int) -> None:
+        """Forget the tokens from `position` on."""
+        self.engine.rewind(position)
+        del self.tokens[self.engine.position :]
+
     def _settled(self, call, argument):  # type: ignore[no-untyped-def]
         try:
             return call(argument)
@@ -83,10 +97,20 @@ class Draft:
         self._ends = frozenset() if options.ignore_eos else language.eos_tokens
         self._index = 0
 
+    @property
+    def left(self) -> int:
+        """Tokens to come at most."""
+        return sys.maxsize if self._options.n is None else self._options.n - self._index
+
     def take(self, logits: np.ndarray, room: bool, start: float) -> Step:
         """The next token. `room`: the context has some for it. `start`: when its logits were asked for, in seconds of
         `perf_counter`."""
-        token, index, options = self._sampler.sample(logits), self._index, self._options
+        token = self._sampler.sample(logits)
+        return self.add(token, room, time.perf_counter() - start)
+
+    def add(self, token: int, room: bool, seconds: float) -> Step:
+        """The next token, chosen elsewhere in so many seconds."""
+        index, options = self._index, self._options
         shown = "" if token in self._ends else self._text.feed(self._language.piece(token))
         finish: Finish | None = None
         if token in self._ends:
@@ -100,7 +124,7 @@ class Draft:
         if finish:
             shown += self._text.finish()
         self._index += 1
-        return Step(index, token, shown, time.perf_counter() - start, finish)
+        return Step(index, token, shown, seconds, finish)
 
 
 def generate(
@@ -109,19 +133,45 @@ def generate(
     """Yield the tokens that follow `prompt`, until one of them ends the text or `options.n` are reached.
 
     Given a `Context`, its memory is used and kept. Raises `UserError` for a prompt that is empty or too long. An
-    interrupt leaves the engine's memory whole; the token in progress is lost.
+    interrupt leaves the engine's memory whole; the token in progress is lost. An engine that chooses tokens in blocks
+    finishes the block first, and its tokens are yielded.
     """
-    options = options or Options()
-    sampler = sampler or Sampler(options)
     context = engine if isinstance(engine, Context) else Context(engine)
     engine = context.engine
-    draft = Draft(engine, options, sampler)
+    sampler = sampler or Sampler(options or Options(), engine)
+    draft = Draft(engine, options or sampler.options, sampler)
     start = time.perf_counter()
-    logits = context.prefill(prompt)
-    while True:
-        step = draft.take(logits, engine.position < engine.n_ctx, start)
+    step = draft.take(context.prefill(prompt), engine.position < engine.n_ctx, start)
+    yield step
+    while not step.finish:
+        for following in _following(context, draft, step.token, sampler.options):
+            yield following
+        step = following
+
+
+def _following(context: Context, draft: Draft, token: int, options: Options) -> Iterator[Step]:
+    """The next token after this one, or as many as the engine chooses at once."""
+    engine, start = context.engine, time.perf_counter()
+    block = min(engine.block, draft.left, engine.n_ctx - engine.position) if isinstance(engine, Choosing) else 1
+    if block == 1:
+        logits = context.decode(token)
+        yield draft.take(logits, engine.position < engine.n_ctx, start)
+        return
+    position, chosen, interrupt = engine.position, list[int](), None
+    try:
+        with interrupts_deferred():
+            chosen = context.extend(token, block, options)
+    except KeyboardInterrupt as late:
+        if not chosen:
+            raise
+        interrupt = late
+    seconds = (time.perf_counter() - start) / len(chosen)
+    for count, token in enumerate(chosen, 1):
+        step = draft.add(token, position + count < engine.n_ctx, seconds)
+        if step.finish and count < len(chosen):  # a stop string: the tokens behind it are not of this text
+            context.shorten(position + count)
         yield step
         if step.finish:
-            return
-        start = time.perf_counter()
-        logits = context.decode(step.token)
+            break
+    if interrupt:
+        raise interrupt

@@ -1,10 +1,12 @@
 """From logits to a token: greedy, or drawn from what top-k, top-p, min-p and the temperature leave."""
 
 import secrets
+from dataclasses import replace
 
 import numpy as np
 
 from edgemoe.errors import UserError
+from edgemoe.generation.engine import Choosing, Engine
 from edgemoe.generation.options import Options
 
 
@@ -14,9 +16,11 @@ class Sampler:
     Probabilities are computed in float64 and ties go to the lower id, so nothing depends on a sort's whims.
     """
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
+    def __init__(self, options: Options, engine: Engine | None = None) -> None:
+        """engine: whose own choice it is, if it has one (`edgemoe.generation.engine.Choosing`)."""
         self.seed = secrets.randbits(32) if options.seed is None else options.seed
+        self.options = replace(options, seed=self.seed)
+        self._engine = engine if isinstance(engine, Choosing) else None
         self._random = np.random.Generator(np.random.PCG64(self.seed))
 
     def sample(self, logits: np.ndarray) -> int:
@@ -25,6 +29,8 @@ class Sampler:
             raise UserError("the model's logits are not finite: is the file damaged? (edgemoe info shows its layout)")
         if self.options.temperature == 0:
             return int(logits.argmax())
+        if self._engine:
+            return self._engine.choose(logits, self.options)
         tokens, probabilities = candidates(logits, self.options)
         reached = np.cumsum(probabilities)
         drawn = np.searchsorted(reached, self._random.random() * reached[-1], side="right")

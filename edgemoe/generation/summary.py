@@ -55,18 +55,18 @@ class Summary:
 
     @property
     def seconds_per_token(self) -> dict[str, float]:
-        """compute, demand wait, policy, and what is left over (sampling, text, the terminal); empty before a decode."""
+        """compute, demand wait, policy, and what is left over (sampling, text, the terminal); where the engine cannot
+        tell the first three apart, device for all of them. Empty before a decode."""
         if not self.decoded_tokens:
             return {}
-        d = self.decode
-        parts = {"compute": d.compute_s, "demand_wait": d.demand_wait_s, "policy": d.policy_s}
+        parts = self.decode.shares or {"device": self.decode.seconds}
         parts["other"] = max(self.decode_s - sum(parts.values()), 0.0)
         return {name: seconds / self.decoded_tokens for name, seconds in parts.items()}
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Read from disk per decoded token, demand and prefetch."""
-        return self.decode.read_bytes / self.decoded_tokens if self.decoded_tokens else None
+        """Read per token that the engine decoded, demand and prefetch."""
+        return self.decode.read_bytes / self.decode.tokens if self.decode.tokens else None
 
     @property
     def read_bytes_per_s(self) -> float | None:

@@ -6,7 +6,6 @@ with load("model.gguf") as writer:
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +54,9 @@ class Writer:
 
     def run(self, prompt: str | Sequence[Message], options: Options) -> Iterator[Step]:
         """`stream` with the options as one value."""
-        sampler = Sampler(options)
+        sampler = Sampler(options, self.engine)
         self.prompt, self.seed = self.tokens(prompt), sampler.seed
-        steps = generate(self.context, self.prompt, replace(options, seed=sampler.seed), sampler)
+        steps = generate(self.context, self.prompt, sampler.options, sampler)
         return steps if isinstance(prompt, str) else self._noted(steps)
 
     def tokens(self, prompt: str | Sequence[Message]) -> list[int]:

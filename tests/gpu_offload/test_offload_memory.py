@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="the GPU tier needs torch (pip insta
 from offload_engines import POLICIES, TINY, made_up_calibration, make  # noqa: E402
 
 from edgemoe.errors import UserError  # noqa: E402
-from edgemoe.gpu_offload.memory import choose_slots, need  # noqa: E402
+from edgemoe.gpu_offload.memory import Room, choose_slots, need  # noqa: E402
 from edgemoe.gpu_offload.shape import Shape  # noqa: E402
 from edgemoe.model.synthetic import write_synthetic  # noqa: E402
 from edgemoe.policy import Policy, preset  # noqa: E402
@@ -44,9 +44,7 @@ def slots(policy=None, *, free=80 * GB, host=64 * GB, residency=None, vram=None,
         needed,
         residency=Residency.parse(residency) if residency else None,
         vram=vram,
-        device_free=free,
-        host_free=host,
-        shared=shared,
+        room=Room(free, host, shared),
     )
 
 
@@ -118,10 +116,11 @@ def test_capacity_must_hold_a_token_and_a_window():
 
 def test_nothing_is_allocated_before_the_refusal(tmp_path, monkeypatch):
     from edgemoe.gpu_offload import engine as module
+    from edgemoe.gpu_offload import target
     from edgemoe.machine.memory import Ram
 
     path = write_synthetic(tmp_path / "m.gguf", **TINY)[0]
-    monkeypatch.setattr(module, "ram", lambda: Ram(2_000_000, 1_000_000, True))
+    monkeypatch.setattr(target, "ram", lambda: Ram(2_000_000, 1_000_000, True))
     monkeypatch.setattr(module, "load_weights", lambda *_, **__: pytest.fail("it was loaded"))
     with pytest.raises(UserError, match="are free"):
         make(path)
