@@ -1,0 +1,92 @@
+"""A report as one JSON object, and the bars that the GPU tier is held to."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from edgemoe.bench.gpu.determinism import verdict
+from edgemoe.bench.gpu.rows import Row
+from edgemoe.bench.gpu.run import Report
+from edgemoe.policy import preset
+
+FAR_MS, FAR_SHARE, TIMELINE = 0.9, 0.60, 1.20
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something that the tier is held to. `holds` is None where it could not be measured, or does not apply here."""
+
+    what: str
+    value: float | None
+    bar: str
+    holds: bool | None
+    why: str = ""
+
+
+def bars(report: Report) -> list[Bar]:
+    """What is promised of the tier, and whether this run keeps it. Times are a GPU's: on the CPU none applies."""
+    found = []
+    if report.device == "cuda":
+        found += _far(report)
+        for row in report.rows:
+            if row.executor == "device" and _is_bar(row) and row.over_timeline is not None:
+                what = f"{row.name} at {row.share}: ms / dependency timeline"
+                holds = row.over_timeline <= TIMELINE
+                found.append(Bar(what, row.over_timeline, f"≤ {TIMELINE:.2f}", holds))
+    said = verdict(report.determinism)
+    if said["logical"] is not None:
+        found.append(
+            Bar("text on the logical cache, however bytes are moved", None, "one and the same", said["logical"])
+        )
+    if said["physical"] is not None:
+        what = "text routed on the physical cache"
+        found.append(Bar(what, None, "differs", not said["physical"]))
+    decided = [row.agrees for row in report.rows if row.agrees is not None]
+    if decided:
+        found.append(Bar("residents of every row as the host's Algorithm 1 has them", None, "equal", all(decided)))
+    return found
+
+
+def _is_bar(row: Row) -> bool:
+    return row.policy_hash in (preset("psr-gated").hash, preset("exact-lru").hash) and row.share in ("50%", "25%")
+
+
+def _far(report: Report) -> list[Bar]:
+    far = report.far
+    if far is None:
+        return []
+    what = f"everything resident, context of {far.position:,}"
+    fast = "H200" in report.card or "H100" in report.card or "B200" in report.card
+    why = "" if fast else "the bar is an H200's"
+    ms = 1e3 * far.token_s
+    return [
+        Bar(f"{what}: ms per token", ms, f"≤ {FAR_MS:g}", ms <= FAR_MS if fast else None, why),
+        Bar(f"{what}: share of the memory's limit", far.share, f"≥ {FAR_SHARE:.0%}", far.share >= FAR_SHARE),
+    ]
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Everything that was measured. Seconds, bytes, bytes per second, shares."""
+    return {
+        "subject": report.subject,
+        "fingerprint": report.fingerprint,
+        "notes": list(report.notes),
+        "device": report.device,
+        "card": report.card,
+        "versions": report.versions,
+        "windows": list(report.domains),
+        "window_tokens": report.window_tokens,
+        "expert_bytes": report.expert_bytes,
+        "rates": asdict(report.rates) if report.rates else None,
+        "rounds": report.ended.rounds,
+        "ended": report.ended.why or None,
+        "interrupted": report.interrupted,
+        "rows": [row.as_json() for row in report.rows],
+        "beside": [one.as_json() for one in report.beside],
+        "equal_kl": [one.as_json() for one in report.equal_kl],
+        "quality_models": list(report.quality_models),
+        "resident_at_1024": {**asdict(report.far), "share": report.far.share} if report.far else None,
+        "generated": [one.as_json() for one in report.generated],
+        "determinism": [run.as_json() for run in report.determinism],
+        "against": report.against,
+        "bars": [asdict(bar) for bar in bars(report)],
+    }

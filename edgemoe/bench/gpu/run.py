@@ -1,0 +1,287 @@
+"""`edgemoe bench gpu`: the PSR paper's latency protocol (§6.1), every row beside its physical limits, all in one run.
+
+from edgemoe.bench.gpu.run import Settings, bench_gpu
+report = bench_gpu(Settings(geometry="olmoe-1b-7b", trace=Path("scores.npz"), seconds=120))
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from edgemoe.bench.gpu.clocks import CPU, DEVICE, EXECUTORS, Arm
+from edgemoe.bench.gpu.determinism import Run, determinism
+from edgemoe.bench.gpu.frontier import AtEqualKl, Quality, at_equal_kl, read_quality
+from edgemoe.bench.gpu.generation import Generated, generate
+from edgemoe.bench.gpu.limits import Far, Rates, measure_far, measure_rates, resident_arm
+from edgemoe.bench.gpu.measure import Ended, Timed, prepare, rounds
+from edgemoe.bench.gpu.pool import Pool
+from edgemoe.bench.gpu.rows import Beside, Row, beside, executors_beside, rows_of
+from edgemoe.bench.gpu.subject import Subject, check_device, model_subject, replayed_subject
+from edgemoe.errors import UserError
+from edgemoe.policy import Policy, preset
+from edgemoe.progress import Advance, no_progress
+from edgemoe.units import Residency
+
+Watch = Callable[[str, int, str], AbstractContextManager[Advance]]
+DEFAULT_GEOMETRY = "olmoe-1b-7b"
+REFERENCES = ("psr", "psr-gated")  # whose rows the others are held against
+
+
+def default_policies(lambdas: Sequence[float] = (0.2,)) -> dict[str, Policy]:
+    """The rows of the tables by name; steered ones at every λ."""
+    found = {"exact-lru": preset("exact-lru")}
+    several = len(lambdas) > 1
+
+    def named(name: str, lam: float) -> str:
+        return f"{name} λ{lam:g}" if several else name
+
+    for lam in lambdas:
+        for top_j in (0, 1, 2):
+            for eviction, said in (("lru", ""), ("score", " score")):
+                name = f"cache-prior{said}" + (f" J={top_j}" if top_j else "")
+                found[named(name, lam)] = preset("cache-prior", lam=lam, top_j=top_j, eviction=eviction)
+        found[named("psr", lam)] = preset("psr", lam=lam)
+        found[named("psr-gated", lam)] = preset("psr-gated", lam=lam)
+    found["speculative"] = preset("speculative")
+    return found
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured. `model` is a GGUF file, a safetensors folder or a Hugging Face name, run on `texts`; without
+    one, random weights of `geometry` are run by the recorded routing of `trace` (default: the demo model's)."""
+
+    model: Path | None = None
+    geometry: str = DEFAULT_GEOMETRY
+    trace: Path | None = None
+    texts: tuple[Path, ...] = ()
+    calibration: Path | None = None
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    policies: dict[str, Policy] = field(default_factory=default_policies)
+    residencies: tuple[str, ...] = ("50%", "25%")
+    executors: tuple[str, ...] = ()
+    """Default: that of the device."""
+    rounds: int = 3
+    windows: int = 4
+    tokens: int = 256
+    generate: int = 64
+    """Tokens of free generation behind each prompt; 0 leaves it out."""
+    determinism: int = 48
+    """Tokens decoded in every way of moving bytes; 0 leaves it out."""
+    quality: tuple[Path, ...] = ()
+    seconds: float | None = None
+    """Rounds stop, and what follows them is left out, where this would be passed."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "windows", "tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} {getattr(self, name)}: expected at least 1")
+        if self.tokens < 4:
+            raise UserError(f"--tokens {self.tokens}: expected at least 4")
+        unknown = [name for name in self.executors if name not in EXECUTORS]
+        if unknown:
+            raise UserError(f"--executors {unknown[0]}: expected {', '.join(EXECUTORS)}")
+        if not self.policies or not self.residencies:
+            raise UserError("nothing to measure: give at least one policy and one residency")
+
+
+@dataclass
+class Report:
+    """All of a run, as far as it came."""
+
+    subject: str
+    fingerprint: str
+    notes: tuple[str, ...]
+    device: str
+    card: str
+    versions: dict[str, str]
+    domains: tuple[str, ...]
+    window_tokens: int
+    expert_bytes: int
+    rates: Rates | None = None
+    rows: list[Row] = field(default_factory=list)
+    beside: list[Beside] = field(default_factory=list)
+    equal_kl: list[AtEqualKl] = field(default_factory=list)
+    far: Far | None = None
+    generated: list[Generated] = field(default_factory=list)
+    determinism: list[Run] = field(default_factory=list)
+    quality_models: tuple[str, ...] = ()
+    ended: Ended = Ended(0)
+    against: list[dict[str, Any]] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def bench_gpu(
+    settings: Settings,
+    watch: Watch | None = None,
+    saved: Callable[[Report], None] | None = None,
+) -> Report:
+    """Measure. `watch(what, total, unit)` gives the progress callback of a part; `saved` is told of the report after
+    every round and part.
+
+    An interrupt after the first measurement ends the run and keeps what was measured (`Report.interrupted`). Raises
+    `UserError`, one line, for what cannot be run at all; a row that cannot be run says so in its `problem`.
+    """
+    watch, saved = watch or _unwatched, saved or _unsaved
+    check_device(settings.device)
+    quality = read_quality(settings.quality) if settings.quality else Quality({}, ())
+    until = None if settings.seconds is None else time.monotonic() + settings.seconds
+    subject = _subject(settings, watch)
+    pool = Pool(subject)
+    try:
+        report = _report(subject, quality)
+        _measure(settings, subject, pool, quality, report, until, watch, saved)
+        return report
+    finally:
+        pool.close()
+        subject.close()
+
+
+def _measure(
+    settings: Settings,
+    subject: Subject,
+    pool: Pool,
+    quality: Quality,
+    report: Report,
+    until: float | None,
+    watch: Watch,
+    saved: Callable[[Report], None],
+) -> None:
+    arms = arms_of(settings, subject)
+    report.rates = rates = measure_rates(subject.weights, subject.device)
+    with watch("preparing the rows", len(arms), "rows") as advance:
+        timed = prepare(subject, pool, arms, advance)
+
+    def note() -> None:
+        _fill(report, subject, timed, rates, quality)
+        saved(report)
+
+    total = settings.rounds * len(arms) * sum(len(window) for window in subject.windows)
+    with watch("decoding", total, "tokens") as advance:
+        report.ended = rounds(subject, pool, timed, settings.rounds, until, note, advance)
+    report.interrupted = report.ended.why == "interrupted"
+    note()
+    if not report.interrupted:
+        try:
+            _further(settings, subject, pool, timed, report, until, watch, saved)
+        except KeyboardInterrupt:
+            report.interrupted = True
+
+
+def _further(
+    settings: Settings,
+    subject: Subject,
+    pool: Pool,
+    timed: Sequence[Timed],
+    report: Report,
+    until: float | None,
+    watch: Watch,
+    saved: Callable[[Report], None],
+) -> None:
+    """What follows the rounds, as long as there is time."""
+
+    def there_is_time() -> bool:
+        return until is None or time.monotonic() < until
+
+    going = [one.arm for one in timed if not one.problem]
+    if settings.generate and there_is_time():
+        with watch("free generation", len(going), "rows") as advance:
+            report.generated = generate(subject, pool, going, settings.generate, advance)
+        saved(report)
+    pool.close()  # the rest makes executors of its own
+    assert report.rates is not None
+    if subject.device == "cuda" and there_is_time():
+        try:
+            report.far = measure_far(subject, report.rates, 128)
+        except (UserError, torch.cuda.OutOfMemoryError) as error:
+            report.notes += (
+                f"everything resident at a context of 1024 was not measured: {str(error).splitlines()[0]}",
+            )
+        saved(report)
+    if settings.determinism and there_is_time():
+        slots = Residency.parse(settings.residencies[-1]).slots(subject.weights.shape.n_experts)
+        policy = next((one for name, one in settings.policies.items() if name.startswith("psr")), preset("psr"))
+        with watch("determinism", 20, "runs") as advance:
+            report.determinism = determinism(subject, policy, slots, report.rates.link, settings.determinism, advance)
+        saved(report)
+
+
+def arms_of(settings: Settings, subject: Subject) -> list[Arm]:
+    """Every policy at every residency on every executor, behind everything resident on each."""
+    executors = settings.executors or (CPU if subject.device == "cpu" else DEVICE,)
+    n_experts, layer = subject.weights.shape.n_experts, subject.weights.shape.n_layers
+    arms = [replace(resident_arm(subject), executor=executor) for executor in executors]
+    for share, executor, (name, policy) in product(settings.residencies, executors, settings.policies.items()):
+        slots = Residency.parse(share).slots(n_experts, layer * subject.weights.arena.expert_bytes)
+        arms.append(Arm(name, policy, slots, executor, share))
+    return arms
+
+
+def _fill(report: Report, subject: Subject, timed: Sequence[Timed], rates: Rates, quality: Quality) -> None:
+    report.rows = rows = rows_of(subject, timed, rates, quality.kl)
+    references = [preset(name) for name in REFERENCES]
+    report.beside = beside(rows, references) + executors_beside(rows)
+    report.equal_kl = at_equal_kl(rows)
+
+
+def _subject(settings: Settings, watch: Watch) -> Subject:
+    common: dict[str, Any] = {
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "windows": settings.windows,
+        "tokens": settings.tokens,
+        "watch": watch,
+    }
+    if settings.model is not None:
+        return model_subject(settings.model, texts=settings.texts, calibration=settings.calibration, **common)
+    return replayed_subject(settings.geometry, trace=settings.trace, seed=settings.seed, **common)
+
+
+def _report(subject: Subject, quality: Quality) -> Report:
+    return Report(
+        subject=subject.name,
+        fingerprint=subject.fingerprint,
+        notes=subject.notes,
+        device=subject.device,
+        card=_card(subject.device),
+        versions=_versions(subject.device),
+        domains=subject.domains,
+        window_tokens=subject.longest,
+        expert_bytes=subject.weights.arena.expert_bytes,
+        quality_models=quality.models,
+    )
+
+
+def _card(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    import platform
+
+    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def _versions(device: str) -> dict[str, str]:
+    from edgemoe import __version__
+
+    found = {"edgemoe": __version__, "torch": torch.__version__}
+    if device == "cuda":
+        import triton
+
+        found |= {"triton": triton.__version__, "cuda": str(torch.version.cuda)}
+    return found
+
+
+def _unwatched(what: str, total: int, unit: str) -> AbstractContextManager[Advance]:
+    return nullcontext(no_progress)
+
+
+def _unsaved(report: Report) -> None:
+    pass
