@@ -120,8 +120,8 @@ class Prediction:
     """Of one number of streams, in tok/s of all together and seconds per step.
 
     `wall`: reading what a step needs, or computing it, whichever is slower; `serial`: one after the other, as it is
-    where nothing is read before it is known to be needed. `least` … `most` is `edgemoe wall --batch`'s range: from
-    nothing overlapped and an LRU that serves streams in the worst order, to all overlapped and perfect eviction.
+    where nothing is read before it is known to be needed. `least` … `most` is what `edgemoe wall --batch` says of the
+    two without having seen the run: over the whole trace, at the disk's rate for reads that never stop.
     """
 
     wall: float

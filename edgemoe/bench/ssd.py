@@ -16,7 +16,6 @@ from edgemoe.bench.case import Case, Outcome, Setting
 from edgemoe.bench.limits import Limits, Missed, Prediction, Watch, measure_limits, predict, probe_disk, refine
 from edgemoe.bench.loads import Shape, fit_trace, forced_ids, shape_of, written
 from edgemoe.bench.memory_group import Hierarchy, find_hierarchy
-from edgemoe.wall.sharing import replayed_misses
 from edgemoe.errors import UserError
 from edgemoe.llamacpp.session import default_threads
 from edgemoe.machine.memory import ram
@@ -26,6 +25,7 @@ from edgemoe.policy import Policy, preset
 from edgemoe.tracing import Trace, load_trace
 from edgemoe.units import format_bytes
 from edgemoe.wall.batch import MIN_STEPS
+from edgemoe.wall.sharing import replayed_misses
 
 RATIO = 2.5  # the model over the memory that both sides have
 RANDOM, RECORDED = "random", "recorded"

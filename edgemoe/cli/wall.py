@@ -116,7 +116,7 @@ def wall(
     """
     from dataclasses import replace
 
-    from edgemoe.cli.wall_run import notes_on_run
+    from edgemoe.cli.wall_run import notes_on_plan, run_room
     from edgemoe.wall.ask import Question, ask
 
     rates = {"ssd": ssd, "ram": ram_bandwidth, "cpu": cpu_experts, "pcie": pcie, "vram": vram_bandwidth}
@@ -135,9 +135,10 @@ def wall(
             rates={tier: text for tier, text in rates.items() if text is not None},
             plan=plan,
             verify=verify,
-        )
+        ),
+        run_room,
     )
-    answer = replace(answer, notes=(*answer.notes, *notes_on_run(answer, policy)))
+    answer = replace(answer, notes=(*answer.notes, *notes_on_plan(answer)))
     if verify:
         answer = _verified(answer, quiet=as_json)
     written = [plan] if plan else []
@@ -201,21 +202,14 @@ def _print(answer: Answer, written: list[Path], traced: bool) -> None:
 def _headline(answer: Answer, console: Console) -> None:
     from rich.markup import escape
 
+    from edgemoe.wall.rates import format_pair
+
     best, name = answer.best, escape(answer.wall.geometry.name)
     if best is None:
         console.print(f"[bold]{name}[/]: no way of running it is possible with what is known of the machine\n")
         return
     low, high = best.tokens_per_s
-    console.print(f"[bold]{name}: {_range(low, high)} tok/s[/], {best.name}, bound by {best.bound}\n")
-
-
-def _range(low: float, high: float) -> str:
-    first, last = _number(low), _number(high)
-    return first if first == last else f"{first} to {last}"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}" if value >= 0.01 else f"{value:.2g}"
+    console.print(f"[bold]{name}: {format_pair(low, high)} tok/s[/], {best.name}, bound by {best.bound}\n")
 
 
 def _bytes(answer: Answer) -> Table:
@@ -257,7 +251,7 @@ def _machine(answer: Answer) -> Table:
 
 
 def _ways(answer: Answer) -> Table:
-    from edgemoe.wall.rates import NAMES
+    from edgemoe.wall.rates import NAMES, format_pair
 
     table = _table("Ways to run it", "tok/s", "bound by", "")
     for path in answer.ways:
@@ -266,7 +260,7 @@ def _ways(answer: Answer) -> Table:
             continue
         shares = " · ".join(f"{NAMES[tier]} {share:.0%}" for tier, share in path.shares().items())
         name = f"[bold]{path.name}[/]" if path is answer.best else path.name
-        table.add_row(name, _range(*path.tokens_per_s), path.bound, f"time at worst: {shares}")
+        table.add_row(name, format_pair(*path.tokens_per_s), path.bound, f"time at worst: {shares}")
     return table
 
 
@@ -280,16 +274,21 @@ def _reasons(answer: Answer, console: Console) -> None:
 
 
 def _batches(answer: Answer) -> Table:
-    from edgemoe.wall.rates import format_range
+    from edgemoe.wall.rates import format_pair, format_range
 
-    table = _table("Streams", "experts/layer", "if independent", "bytes per step", "tok/s in all", "way")
+    table = _table("Streams", "experts/layer", "independent", "bytes/step", "tok/s: sum", "max", "hits", "way")
     for row in answer.batches:
-        union = _range(*row.union)
-        speed = _range(*row.path.tokens_per_s) if row.path else "–"
-        way = row.path.name if row.path else "none: their KV caches do not fit"
-        size = format_range(*row.step_bytes)
-        table.add_row(str(row.streams), union, f"{row.independent:.1f}", size, speed, way)
-    table.caption = f"experts/layer: {answer.batches[-1].source}"
+        union, size = format_pair(*row.union), format_range(*row.step_bytes)
+        path = row.path
+        figures = (
+            (format_pair(*path.in_turn), format_pair(*path.overlapped), str(path.hit or "")) if path else ("–",) * 3
+        )
+        way = path.name if path else "none: their KV caches do not fit"
+        table.add_row(str(row.streams), union, f"{row.independent:.1f}", size, *figures, way)
+    table.caption = (
+        f"experts/layer: {answer.batches[-1].source}; tok/s of all together, if copies and computing take turns (sum) "
+        "and if all is predicted a layer early (max)"
+    )
     return table
 
 
@@ -324,10 +323,11 @@ def _target(answer: Answer, console: Console) -> None:
 
 def _print_verified(answer: Answer, console: Console) -> None:
     from edgemoe.units import format_bytes
+    from edgemoe.wall.rates import format_number
 
     v = answer.verified
     assert v is not None
-    predicted, measured = _number(v.predicted.tokens_per_s), _number(v.measured.median)
+    predicted, measured = format_number(v.predicted.tokens_per_s), format_number(v.measured.median)
     console.print(f"[bold]Verified[/] (all in RAM, {v.threads} threads, {v.context} tokens of context)")
     console.print(f"  predicted {predicted} tok/s, measured {measured}: {v.error:+.1%}")
     rounds = f"{v.measured.rounds} rounds ± {v.measured.spread:.1%}"

@@ -1,69 +1,78 @@
-"""What `edgemoe run --ram` makes of the RAM that `edgemoe wall` reckons with: its process and prompt need some too.
+"""What `edgemoe run --ram` makes of the RAM that `edgemoe wall` reckons with, by the run's own formula.
 
-The wall counts weights, cache and work buffers, the same for every way and every program. A run also holds its
-interpreter and libraries, and while a chunk of the prompt is decoded, every expert that the chunk executes.
+A run also holds its interpreter and libraries, and while a chunk of the prompt is decoded, every expert that the chunk
+executes.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from edgemoe.model import Model
+    from edgemoe.policy import Policy
     from edgemoe.streaming.budget import Budget
     from edgemoe.wall.report import Answer
 
 
-def notes_on_run(answer: Answer, policy: str) -> list[str]:
-    """Where they differ: the slots per layer that a run gets in the same RAM, and the RAM that it needs for a plan."""
-    from edgemoe.errors import UserError
+@dataclass(frozen=True)
+class RunRoom:
+    """`edgemoe.wall.tiers.Room` of a run with default options."""
+
+    model: Model
+    policy: Policy
+    n_ctx: int
+    expert_bytes: list[int]  # [L]: an expert in whole pages
+
+    def least(self, streams: int) -> int:
+        slots = max(self.model.geometry.top_k, self.policy.window)
+        return self._budget(streams, slots=slots).total
+
+    def slots(self, streams: int, ram: int) -> int:
+        return self._budget(streams, ram=ram).slots
+
+    def for_pins(self, ram: int) -> int:
+        sizes = zip(self.model.geometry.expert_bytes, self.expert_bytes, strict=True)
+        return max(int((ram - self.least(1)) * min(size / pages for size, pages in sizes)), 0)
+
+    def _budget(self, streams: int, ram: int | None = None, slots: int | None = None) -> Budget:
+        from edgemoe.streaming.budget import budget_of_streams
+        from edgemoe.streaming.engine import DEFAULT_CHUNK
+
+        return budget_of_streams(
+            self.model,
+            self.policy,
+            streams,
+            n_ctx=self.n_ctx,
+            kv_type="f16",
+            expert_bytes=self.expert_bytes,
+            chunk=min(DEFAULT_CHUNK, self.n_ctx),
+            ram=ram,
+            slots=slots,
+        )
+
+
+def run_room(model: Model, policy: str, n_ctx: int) -> RunRoom:
+    """Of a preset by name; of any other policy, exact LRU's."""
+    from edgemoe.policy import PRESETS, Policy
+
+    return RunRoom(model, PRESETS.get(policy, Policy()), n_ctx, _in_pages(model))
+
+
+def notes_on_plan(answer: Answer) -> list[str]:
+    """The RAM that a run needs for the plan, where there is less: it holds in RAM what the plan puts into VRAM, too."""
     from edgemoe.units import format_bytes
 
-    model, ram = answer.model, answer.wall.machine.ram_bytes
-    if model is None or model.format != "GGUF" or not model.geometry.is_moe or not ram:
+    room, ram = answer.wall.room, answer.wall.machine.ram_bytes
+    if answer.plan is None or not isinstance(room, RunRoom):
         return []
-    notes = []
-    way = next((way for way in answer.ways if way.name == "slots in RAM"), None)
-    if way is not None and way.possible:
-        try:
-            slots = _budget(answer, policy, ram).slots
-            if slots < min(way.slots):
-                taken = "its process and a chunk of the prompt take the rest"
-                notes.append(f"edgemoe run has {slots} slots per layer in that RAM, not {min(way.slots)}: {taken}")
-        except UserError:
-            least = format_bytes(_least(answer, policy))
-            notes.append(
-                f"edgemoe run needs {least} of RAM at least: its process and a chunk of the prompt come on top"
-            )
-    if answer.plan:
-        sizes = zip(answer.plan.layers, _in_pages(model), strict=True)
-        pinned = sum((len(layer.vram) + len(layer.ram)) * size for layer, size in sizes)
-        need = _least(answer, policy) + pinned
-        if pinned and need > ram:
-            notes.append(
-                f"edgemoe run --plan needs about {format_bytes(need)} of RAM for this plan: its process on top"
-            )
-    return notes
-
-
-def _budget(answer: Answer, policy: str, ram: int | None, slots: int | None = None) -> Budget:
-    from edgemoe.policy import PRESETS, Policy
-    from edgemoe.streaming.budget import budget_of_streams
-    from edgemoe.streaming.engine import DEFAULT_CHUNK
-
-    assert answer.model is not None
-    n_ctx = answer.wall.n_ctx
-    return budget_of_streams(
-        answer.model,
-        PRESETS.get(policy, Policy()),
-        1,
-        n_ctx=n_ctx,
-        kv_type="f16",
-        expert_bytes=_in_pages(answer.model),
-        chunk=min(DEFAULT_CHUNK, n_ctx),
-        ram=ram,
-        slots=slots,
-    )
+    sizes = zip(answer.plan.layers, room.expert_bytes, strict=True)
+    pinned = sum((len(layer.vram) + len(layer.ram)) * size for layer, size in sizes)
+    need = room.least(1) + pinned
+    if need <= ram:
+        return []
+    return [f"edgemoe run --plan needs about {format_bytes(need)} of RAM for this plan: its process on top"]
 
 
 def _in_pages(model: Model) -> list[int]:  # [L]
@@ -77,11 +86,3 @@ def _in_pages(model: Model) -> list[int]:  # [L]
         assert tensor.layer is not None
         sizes[tensor.layer] += (-(-(tensor.nbytes // model.geometry.n_experts) // PAGESIZE) + 1) * PAGESIZE
     return list(sizes.values())
-
-
-def _least(answer: Answer, policy: str) -> int:
-    from edgemoe.policy import PRESETS, Policy
-
-    assert answer.model is not None
-    least = max(answer.model.geometry.top_k, PRESETS.get(policy, Policy()).window)
-    return _budget(answer, policy, None, least).total

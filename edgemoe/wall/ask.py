@@ -1,6 +1,6 @@
 """From a question in words to an answer: the one function behind `edgemoe wall`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from edgemoe.wall.plan import Plan, compare, make_plan, save_plan
 from edgemoe.wall.presets import PUBLISHED, is_preset, preset_geometry
 from edgemoe.wall.rates import NO_PROFILE, find_profile, machine_from, parse_share
 from edgemoe.wall.report import Answer
-from edgemoe.wall.tiers import Wall, best
+from edgemoe.wall.tiers import Room, Wall, best
 
 if TYPE_CHECKING:
     from edgemoe.machine.profile import Profile
@@ -43,8 +43,12 @@ class Question:
     verify: bool = False  # only checked here; the measurement is `edgemoe.wall.verify`
 
 
-def ask(question: Question) -> Answer:
-    """The answer. Everything wrong with the question is a `UserError`, before any work is done."""
+def ask(question: Question, room_of: Callable[[Model, str, int], Room] | None = None) -> Answer:
+    """The answer. Everything wrong with the question is a `UserError`, before any work is done.
+
+    room_of: what the program that will run it makes of RAM, by the model's file, the policy's name and the context;
+    `edgemoe wall` gives that of `edgemoe run`. Without it, and for presets, the tiers' least needs are counted.
+    """
     model = find_model(question.model)
     g, files = (model.geometry, model.files) if model else (preset_geometry(question.model), ())
     _check(question, g)
@@ -59,6 +63,8 @@ def ask(question: Question) -> Answer:
     notes: list[str] = []
     if model and profile:
         wall, notes = _with_products(wall, model, profile)
+    if model and room_of and model.format == "GGUF" and g.is_moe:
+        wall = replace(wall, room=room_of(model, question.policy, n_ctx))
     if question.policy in PRESETS and PRESETS[question.policy].routing != "exact":
         notes.append(f"{question.policy} steers routing: it executes other experts than the model's router at times")
     ways = tuple(paths(wall))
@@ -131,6 +137,8 @@ def _expert_budgets(wall: Wall) -> tuple[int, int]:
     beside = machine.vram_bytes - needs["experts-in-ram"].vram
     if beside >= 0:
         return beside, max(machine.ram_bytes - g.embedding_bytes, 0)
+    if wall.room:
+        return 0, wall.room.for_pins(machine.ram_bytes)
     without = needs["ssd-to-ram"].ram - g.active_expert_bytes
     return 0, max(machine.ram_bytes - without, 0)
 

@@ -4,7 +4,6 @@ The union comes from a real trace, B windows of it that start at equal distances
 independently: the formula E·(1 − (1 − k/E)^B) is given beside it, and is too high wherever streams agree.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from edgemoe.errors import UserError
 from edgemoe.units import shown
 from edgemoe.wall.hits import caching
 from edgemoe.wall.paths import paths
+from edgemoe.wall.sharing import StoreHits
 from edgemoe.wall.tiers import Path, Wall, best
 
 if TYPE_CHECKING:
@@ -81,33 +81,43 @@ def independent_union(n_experts: int, top_k: int, streams: int) -> float:
 
 
 def batch(wall: Wall, streams: int) -> Batch:
-    """`streams` of them along the best path that is possible then. Several streams share one cache of experts, whose
-    hits are replayed on their interleaved loads; presets of Algorithm 1 steer one stream, so there LRU stands in.
+    """`streams` of them along the best path that is possible then (`many`).
 
     Without texts the union lies between all streams agreeing and all being independent.
     """
-    g = wall.geometry
+    g, texts = wall.geometry, wall.caching.texts
     alone = [independent_union(g.n_experts, k, streams) for k in g.layer_top_k]
-    texts = [interleave(text, streams) for text in wall.caching.texts]
+    unions = _unions(wall, streams)
+    source = "no trace: from all streams alike to all independent"
     if texts:
-        unions = [(text.experts >= 0).sum(axis=2).mean(axis=1) for text in texts]
         source = f"{len(texts)} {'text' if len(texts) == 1 else 'texts'}, {streams} windows of each"
-    else:
-        unions = [np.array(g.layer_top_k, dtype=float), np.array(alone)]
-        source = "no trace: from all streams alike to all independent"
-    sizes = [float((counts * g.expert_bytes).sum()) for counts in unions]
     means = [float(counts.mean()) if g.is_moe else 0.0 for counts in unions]
-    many = _with_streams(wall, texts, streams, (min(sizes), max(sizes)))
-    steps = (many.fixed + min(sizes), many.fixed + max(sizes))
+    shared = many(wall, streams)
+    steps = (shared.fixed + shared.routed[0], shared.fixed + shared.routed[1])
     independent = float(np.mean(alone)) if g.is_moe else 0.0
-    return Batch(streams, (min(means), max(means)), independent, steps, best(paths(many)), source)
+    return Batch(streams, (min(means), max(means)), independent, steps, best(paths(shared)), source)
 
 
-def _with_streams(wall: Wall, texts: Sequence["Trace"], streams: int, routed: tuple[float, float]) -> Wall:
+def many(wall: Wall, streams: int) -> Wall:
+    """The wall of so many streams. What they share is replayed: the SSD tier's store with a cache for each stream, and
+    one cache for all in VRAM, whose order is open. Presets of Algorithm 1 steer one stream, so there LRU stands in."""
     c = wall.caching
+    sizes = [float((counts * wall.geometry.expert_bytes).sum()) for counts in _unions(wall, streams)]
+    routed = (min(sizes), max(sizes))
     policy = c.policy if streams == 1 or _is_rule(c.policy) else "lru"
-    shared = caching(wall.geometry, list(texts), policy, c.rate, routed, streams)
+    shared = caching(wall.geometry, [interleave(t, streams) for t in c.texts], policy, c.rate, routed, streams)
+    if c.texts and streams > 1 and policy == "lru":
+        shared = replace(shared, store=StoreHits(wall.geometry, c.texts, streams))
     return replace(wall, caching=shared, routed=routed, streams=streams)
+
+
+def _unions(wall: Wall, streams: int) -> list[np.ndarray]:  # [L] each
+    """Distinct experts per step, by layer: of each text, or if all streams are alike and if all are independent."""
+    top_k, texts = wall.geometry.layer_top_k, wall.caching.texts
+    if texts:
+        return [union(text, streams) for text in texts]
+    alone = [independent_union(wall.geometry.n_experts, k, streams) for k in top_k]
+    return [np.array(top_k, dtype=float), np.array(alone)]
 
 
 def _is_rule(policy: str) -> bool:

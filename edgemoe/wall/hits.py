@@ -192,13 +192,18 @@ def slots_for(g: ModelGeometry, budget: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Caching:
-    """Hit rates of both ways to fill a tier: as the policy evicts, and with experts pinned by their heat."""
+    """Hit rates of both ways to fill a tier: as the policy evicts, and with experts pinned by their heat.
+
+    store: what the SSD tier's one store catches where several streams share it (`edgemoe.wall.sharing`); without it,
+    what `dynamic` says.
+    """
 
     dynamic: Hits
     pinned: Hits
     texts: list["Trace"]
     policy: str
     rate: float | None = None
+    store: Hits | None = None
 
 
 def load_hits(

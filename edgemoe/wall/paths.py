@@ -5,8 +5,6 @@ from edgemoe.wall.hits import slots_for
 from edgemoe.wall.tiers import COPY, EXPERTS, Path, Wall
 
 ALL_IN_RAM = "all in RAM"
-_EARLY_COPIES = "copies that are issued early hide behind computing"
-_EARLY_READS = "reads that are issued early hide behind computing"
 _SIDE_BY_SIDE = "GPU and CPU execute experts of a layer side by side"
 _REST = "other weights, KV cache"
 
@@ -56,27 +54,32 @@ def _slots_in_vram(wall: Wall) -> Path:
     ]
     why = [f"hit rate {hit}: {hit.why}"]
     how = "missing experts from RAM over PCIe"
-    return wall.path("slots in VRAM", how, legs, needs, _EARLY_COPIES, slots, hit, why)
+    return wall.path("slots in VRAM", how, legs, needs, slots=slots, hit=hit, why=why)
 
 
 def _from_ssd(wall: Wall) -> Path:
     """SSD → RAM, executed on the CPU, which also computes the rest."""
     needs = _needs(wall, "ssd-to-ram")
-    slots = _slots(wall, wall.machine.ram_bytes - needs[1])
-    return _streamed(wall, "slots in RAM", "missing experts from SSD, no GPU", "ram", needs, slots)
+    return _streamed(wall, "slots in RAM", "missing experts from SSD, no GPU", "ram", needs)
 
 
 def _from_ssd_with_gpu(wall: Wall) -> Path:
     """SSD → RAM, executed on the CPU, while the GPU keeps everything else."""
     g = wall.geometry
     needs = (_needs(wall, "experts-in-ram")[0], g.embedding_bytes + g.active_expert_bytes)
-    slots = _slots(wall, wall.machine.ram_bytes - needs[1])
     how = "missing experts from SSD, the rest in VRAM"
-    return _streamed(wall, "slots in RAM, GPU", how, "vram", needs, slots)
+    return _streamed(wall, "slots in RAM, GPU", how, "vram", needs)
 
 
-def _streamed(wall: Wall, name: str, how: str, rest: str, needs: tuple[int, int], slots: tuple[int, ...]) -> Path:
-    hit = wall.caching.dynamic.at(slots)
+def _streamed(wall: Wall, name: str, how: str, rest: str, needs: tuple[int, int]) -> Path:
+    ram, room = wall.machine.ram_bytes, wall.room
+    if room is None:
+        slots = _slots(wall, ram - needs[1])
+    else:
+        needs = (needs[0], room.least(wall.streams))
+        enough = ram >= needs[1]
+        slots = (room.slots(wall.streams, ram),) * wall.geometry.n_moe_layers if enough else wall.geometry.layer_top_k
+    hit = (wall.caching.store or wall.caching.dynamic).at(slots)
     legs = [
         wall.leg(rest, _REST, wall.fixed),
         wall.leg("cpu", "experts", wall.routed, EXPERTS),
@@ -84,7 +87,7 @@ def _streamed(wall: Wall, name: str, how: str, rest: str, needs: tuple[int, int]
     ]
     why = [f"hit rate {hit}: {hit.why}"]
     extra = wall.cpu_extra if rest == "ram" else 0.0
-    return wall.path(name, how, legs, needs, _EARLY_READS, slots, hit, why, extra)
+    return wall.path(name, how, legs, needs, slots=slots, hit=hit, why=why, extra=extra)
 
 
 def _mixed(wall: Wall) -> Path:

@@ -82,6 +82,17 @@ def format_range(low: float, high: float) -> str:
     return f"{number}–{last}" if unit == other else f"{first}–{last}"
 
 
+def format_number(value: float) -> str:
+    """Three significant digits, none after the point from 100 on."""
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}" if value >= 0.01 else f"{value:.2g}"
+
+
+def format_pair(low: float, high: float) -> str:
+    """`9.68 to 18.9`, or one number where the two print alike."""
+    first, last = format_number(low), format_number(high)
+    return first if first == last else f"{first} to {last}"
+
+
 def parse_rate(flag: str, text: str) -> float:
     """Bytes per second of `2.4GB/s`; a `UserError` names the flag for anything else, zero included."""
     match = re.fullmatch(r"\s*(.+?)\s*/\s*s\s*", text)

@@ -80,6 +80,7 @@ def _way(path: Path) -> dict[str, Any]:
         return found
     return found | {
         "tokens_per_s": list(path.tokens_per_s),
+        **_orders(path),
         "seconds_per_step": [path.fast, path.slow],
         "bound": path.bound,
         "time_shares": {"slow": path.shares(slow=True), "fast": path.shares(slow=False)},
@@ -93,6 +94,11 @@ def _way(path: Path) -> dict[str, Any]:
     }
 
 
+def _orders(path: Path) -> dict[str, Any]:
+    """Tok/s by the order of copies and computing; the same where nothing is copied."""
+    return {"copies_plus_computing": list(path.in_turn), "longer_of_both": list(path.overlapped)}
+
+
 def _batch(row: Batch) -> dict[str, Any]:
     return {
         "streams": row.streams,
@@ -101,6 +107,9 @@ def _batch(row: Batch) -> dict[str, Any]:
         "step_bytes": list(row.step_bytes),
         "way": row.path.name if row.path else None,
         "tokens_per_s": list(row.path.tokens_per_s) if row.path else None,
+        **(_orders(row.path) if row.path else {}),
+        "slots": list(row.path.slots) if row.path else None,
+        "hit_rate": [row.path.hit.low, row.path.hit.high] if row.path and row.path.hit else None,
         "source": row.source,
     }
 

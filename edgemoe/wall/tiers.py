@@ -9,14 +9,15 @@ slow end of what the CPU does alone includes it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 from edgemoe.model.geometry import ModelGeometry
 from edgemoe.units import format_bytes
 from edgemoe.wall.bytes import TokenBytes, token_bytes
 from edgemoe.wall.hits import Caching, Hit
-from edgemoe.wall.rates import FLAGS, NAMES, NOT_GIVEN, Machine, Speed
+from edgemoe.wall.rates import FLAGS, NAMES, NOT_GIVEN, Machine, Speed, format_pair
 
 # When a leg happens within a token: what all of it waits for, its experts, or at any time (copies issued early).
 BEFORE, EXPERTS, COPY = 0, 1, 2
@@ -50,7 +51,6 @@ class Path:
     how: str
     legs: tuple[Leg, ...] = ()
     streams: int = 1
-    overlap: str = ""  # why legs may overlap; "" where each waits for the one before
     slots: tuple[int, ...] = ()  # in each MoE layer, of the tier that misses are copied into
     vram_need: int = 0  # the least that this way needs
     ram_need: int = 0
@@ -89,6 +89,18 @@ class Path:
         return self.streams / self.slow, self.streams / self.fast
 
     @property
+    def in_turn(self) -> tuple[float, float]:
+        """(least, most) tok/s where copies and computing take turns, as under exact routing without prediction: a
+        layer's copies cannot begin before its router has spoken."""
+        return self.streams / self.slow, self.streams / (self.computing + sum(leg.fast for leg in self.copies))
+
+    @property
+    def overlapped(self) -> tuple[float, float]:
+        """(least, most) tok/s where every copy is issued a layer early: the longer of copies and computing."""
+        copied = sum(leg.slow for leg in self.copies)
+        return self.streams / max(copied, self.slow - copied), self.streams / self.fast
+
+    @property
     def bound(self) -> str:
         """The tier that takes most of the time; two where the ends of the range differ."""
         at_worst, at_best = self.times(slow=True), self.times(slow=False)
@@ -111,12 +123,26 @@ class Path:
         return {tier: seconds / total for tier, seconds in spent.items()}
 
 
+class Room(Protocol):
+    """What a program makes of RAM for slots: `edgemoe run` holds its process, too, and all that a layer executes."""
+
+    def least(self, streams: int) -> int:
+        """Bytes of RAM that so many streams need."""
+
+    def slots(self, streams: int, ram: int) -> int:
+        """Slots in every MoE layer, of RAM that is at least that."""
+
+    def for_pins(self, ram: int) -> int:
+        """Bytes of experts that a plan may pin beside what one stream needs."""
+
+
 @dataclass(frozen=True)
 class Wall:
     """Everything that the paths are made of. A step decodes one token of each stream.
 
     token: bytes of one token of one stream. routed: bytes of the distinct experts that a step needs, (least, most) over
-    texts; for one stream simply `token.routed`.
+    texts; for one stream simply `token.routed`. room: how RAM becomes slots; none: weights, cache and work buffers, the
+    rest is slots.
     """
 
     geometry: ModelGeometry
@@ -127,6 +153,7 @@ class Wall:
     routed: tuple[float, float]
     streams: int = 1
     cpu_extra: float = 0.0  # seconds per step of a CPU that does it all which are not bytes
+    room: Room | None = None
 
     @classmethod
     def of_one(cls, geometry: ModelGeometry, machine: Machine, caching: Caching, n_ctx: int) -> "Wall":
@@ -157,14 +184,16 @@ class Wall:
         why: Sequence[str] = (),
         extra: float = 0.0,
     ) -> Path:
-        """The path, or what it lacks: memory first (needs: VRAM, RAM), then rates."""
+        """The path, or what it lacks: memory first (needs: VRAM, RAM), then rates. overlap: why legs that are no copies
+        may overlap."""
         known = tuple(leg for leg in legs if isinstance(leg, Leg) and max(leg.bytes) > 0)
         flags = [leg for leg in legs if isinstance(leg, str)]
         reasons = [*why, *_reasons(known, overlap)]
         if extra:
             reasons.append(f"at worst {1e3 * extra:,.3g} ms that are not bytes (profile: the cost of every product)")
         missing = self._lacking(*needs, flags)
-        return Path(name, how, known, self.streams, overlap, tuple(slots), *needs, hit, missing, tuple(reasons), extra)
+        path = Path(name, how, known, self.streams, tuple(slots), *needs, hit, missing, tuple(reasons), extra)
+        return replace(path, reasons=(*path.reasons, *_two_figures(path)))
 
     def _lacking(self, vram: int, ram: int, flags: Sequence[str]) -> str:
         m = self.machine
@@ -191,6 +220,18 @@ def _reasons(legs: Sequence[Leg], overlap: str) -> Iterator[str]:
             yield f"{NAMES[leg.tier]} {leg.speed} ({leg.speed.source})"
     if overlap:
         yield f"from nothing overlapped to all: {overlap}"
+
+
+def _two_figures(path: Path) -> Iterator[str]:
+    """What the order of copies and computing decides, in words."""
+    if path.missing or not path.copies:
+        return
+    copied = "reads" if path.copies[0].tier == "ssd" else "copies"
+    yield (
+        f"{format_pair(*path.in_turn)} tok/s = {copied} + computing: exact routing without prediction, a layer's "
+        f"{copied} cannot begin before its router has spoken"
+    )
+    yield f"{format_pair(*path.overlapped)} tok/s = max({copied}, computing): everything predicted a layer early"
 
 
 def best(ways: Sequence[Path]) -> Path | None:

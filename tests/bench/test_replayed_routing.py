@@ -10,7 +10,6 @@ from edgemoe.bench.forced import ForcedHub
 from edgemoe.bench.loads import fit_trace, forced_ids
 from edgemoe.bench.mapped import MappedSession
 from edgemoe.bench.replayed import ReplayedEngine
-from edgemoe.wall.sharing import replayed_misses
 from edgemoe.errors import UserError
 from edgemoe.llamacpp.graph import find_routers
 from edgemoe.llamacpp.hub import Tap
@@ -19,6 +18,7 @@ from edgemoe.model.synthetic import write_synthetic
 from edgemoe.streaming.replay_reads import ReadLog, replay
 from edgemoe.tracing import Trace
 from edgemoe.units import Residency
+from edgemoe.wall.sharing import replayed_misses
 
 EXPERTS, TOP_K, TOKENS = 16, 2, 96
 

@@ -8,7 +8,9 @@ from wall_fixtures import EXPERTS, LAYERS, TOP_K, machine, small_geometry, small
 
 from edgemoe.errors import UserError
 from edgemoe.model.memory import memory_needs
-from edgemoe.wall.batch import batch, independent_union, interleave, parse_batches, union
+from edgemoe.wall.batch import batch, independent_union, interleave, many, parse_batches, union
+from edgemoe.wall.paths import paths
+from edgemoe.wall.sharing import replayed
 
 LEAST = next(need.ram for need in memory_needs(small_geometry(), 10) if need.way == "ssd-to-ram")
 KV = small_geometry().kv.at(10)
@@ -69,17 +71,45 @@ def test_streams_share_weights_and_not_caches() -> None:
 
 
 def test_a_cache_smaller_than_the_union_catches_next_to_nothing_at_worst() -> None:
-    """The paper's collapse: streams evict each other's experts. Belady is the other end."""
+    """The paper's collapse: streams evict each other's experts from one cache. Belady is the other end."""
     hit = {}
+    least = next(need.vram for need in memory_needs(small_geometry(), 10) if need.way == "ram-to-vram")
     for streams in (1, 8):
-        memory = LEAST + (streams - 1) * KV + 2 * 3500  # C = 4
-        wall = wall_of(machine(memory, ssd=1000.0, ram=10_000.0, cpu=8000.0), [small_trace()])
-        path = batch(wall, streams).path
-        assert path is not None and path.slots == (4, 4, 4) and path.hit is not None
+        wall = wall_of(machine(10**9, least + (streams - 1) * KV + 2 * 3500, **RATES), [small_trace()])  # C = 4
+        path = next(path for path in paths(many(wall, streams)) if path.name == "slots in VRAM")
+        assert path.slots == (4, 4, 4) and path.hit is not None
         hit[streams] = path.hit
     assert union(small_trace(), 8).min() > 4
     assert hit[8].low < 0.5 * hit[1].low
     assert hit[8].high > hit[8].low and "belady" in hit[8].why
+
+
+def test_the_ssd_tier_shares_one_store_and_its_two_figures_are_its_legs() -> None:
+    texts = [small_trace(), small_trace(seed=5, name="other")]
+    wall = wall_of(machine(LEAST + 7 * KV + 2 * 3500, ssd=(500.0, 1000.0), ram=1e4, cpu=8e3), texts)
+    path = batch(wall, 8).path
+    assert path is not None and path.name == "slots in RAM" and path.slots == (4, 4, 4) and path.hit is not None
+    each = [replayed(text, 8, (4, 4, 4), 0, 50) for text in texts]
+    sizes = [float(missed @ [1000, 1000, 1500]) / 50 for missed, _ in each]
+    assert path.hit.copied == pytest.approx((min(sizes), max(sizes)))
+    assert path.hit.low == pytest.approx(min(1 - missed.sum() / ran.sum() for missed, ran in each))
+    reads, computing = path.copies[0].slow, path.slow - path.copies[0].slow
+    assert reads == pytest.approx(max(sizes) / 500)
+    assert path.in_turn[0] == pytest.approx(8 / (reads + computing))
+    assert path.overlapped[0] == pytest.approx(8 / max(reads, computing))
+    assert path.in_turn[0] < path.overlapped[0] and path.in_turn[1] < path.overlapped[1]
+    said = [reason for reason in path.reasons if " tok/s = " in reason]
+    assert "reads + computing" in said[0] and "max(reads, computing)" in said[1]
+
+
+def test_other_evictions_and_given_rates_share_no_store() -> None:
+    few = machine(LEAST + 7 * KV + 2 * 3500, ssd=1000.0, ram=1e4, cpu=8e3)
+    assert many(wall_of(few, [small_trace()]), 8).caching.store is not None
+    assert many(wall_of(few, [small_trace()]), 1).caching.store is None
+    assert many(wall_of(few, rate=0.5), 8).caching.store is None
+    lfu = wall_of(few, [small_trace()])
+    lfu = replace(lfu, caching=replace(lfu.caching, policy="lfu"))
+    assert many(lfu, 8).caching.store is None
 
 
 def test_without_a_trace_the_union_spans_agreement_to_independence() -> None:
