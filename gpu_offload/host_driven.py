@@ -122,7 +122,8 @@ class HostDrivenExecutor(HostExecutor):
         x = self._prompt.run(tokens, position)
         last = x if all_rows else x[-1:]
         logits = self._layers.multiply(rms_norm(last, w.norm, w.shape.norm_eps), w.output)
-        return np.array(logits.cpu())
+        found: np.ndarray = logits.cpu().numpy()
+        return found
 
     def reset(self) -> None:
         self._stop()

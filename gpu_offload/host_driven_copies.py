@@ -54,14 +54,19 @@ class Copies:
     def boundary(self) -> None:
         """Send queued prefetches, as many as may be in flight; one whose slot was given away, or that was sent on
         demand meanwhile, is dropped."""
-        self._flying = [arrival for arrival in self._flying if not arrival.done()]
-        while self._queue and len(self._flying) < self._in_flight:
+        while self._queue and self._has_room():
             p = self._queue.popleft()
-            if self._slot_of[p.layer, p.expert] != p.slot or self._slots.held[p.layer, p.slot] == p.expert:
-                continue
-            self._flying.append(self._send(p.layer, p.expert, p.slot))
-            self._counters.prefetch += 1
-            self._counters.unused += p.passed
+            if self._is_wanted(p):
+                self._flying.append(self._send(p.layer, p.expert, p.slot))
+                self._counters.prefetch += 1
+                self._counters.unused += p.passed
+
+    def _has_room(self) -> bool:
+        self._flying = [arrival for arrival in self._flying if not arrival.done()]
+        return len(self._flying) < self._in_flight
+
+    def _is_wanted(self, p: Prefetch) -> bool:
+        return bool(self._slot_of[p.layer, p.expert] == p.slot and self._slots.held[p.layer, p.slot] != p.expert)
 
     def need(self, layer: int, demand: list[Copy], executed: list[int]) -> list[Arrival]:
         """Send what part 2 asked for, and what it executes of the queue; the arrivals that the layer must wait for.
@@ -110,11 +115,7 @@ class Copies:
 
     def queued(self) -> list[Prefetch]:
         """Prefetches that the logical cache counts on and that have not been sent."""
-        return [
-            p
-            for p in self._queue
-            if self._slot_of[p.layer, p.expert] == p.slot and self._slots.held[p.layer, p.slot] != p.expert
-        ]
+        return [p for p in self._queue if self._is_wanted(p)]
 
     def drain(self) -> None:
         """Forget the queue; return when what was sent has arrived."""

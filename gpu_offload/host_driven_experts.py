@@ -62,10 +62,10 @@ def down(  # type: ignore[no-untyped-def]
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
     for nth in tl.static_range(K):
         e = tl.load(executed + nth)
-        weight = tl.exp(tl.load(scores + tl.maximum(e, 0)) - highest) / total
+        weight = tl.where(e >= 0, tl.exp(tl.load(scores + tl.maximum(e, 0)) - highest) / total, 0.0)
         line = slots + tl.load(places + nth) * (3 * F * D) + 2 * F * D + row.to(tl.int64)[:, None] * F
         for start in range(0, F, BLOCK):
-            there = (e >= 0) & (start + at < F)
+            there = start + at < F
             both = inside[:, None] & there[None, :]
             part = tl.load(hidden + nth * F + start + at, mask=there, other=0.0) * weight
             sums += tl.load(line + start + at[None, :], mask=both, other=0.0).to(tl.float32) * part[None, :]
@@ -84,7 +84,7 @@ def run_executed(
     renormalised: bool,
 ) -> None:
     """x [d] += the mixture of a layer. h [d], scores [E], hidden [k, f] float32; slots [C, 3·f·d] in the storage type;
-    decided [2, k] int64: expert, or −1, and slot of each."""
+    decided [2, k] int64: expert and slot of each; −1 and any filled slot for an elided gate, which weighs nothing."""
     executed, places = decided
     (k, f), d, n_experts = hidden.shape, len(x), len(scores)
     gate_and_up[(k, triton.cdiv(f, ROWS))](h, slots, places, hidden, D=d, F=f, ROWS=ROWS, BLOCK=BLOCK, num_warps=WARPS)

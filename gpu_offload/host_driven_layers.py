@@ -160,8 +160,9 @@ class TokenLayers:
         values.index_copy_(1, position, v.to(values.dtype))
         # Query heads that share keys are rows of one product.
         q = q.reshape(1, shape.n_kv_heads, -1, shape.d_head).to(self.attention_type)
-        past = (cache[None, :, :length].to(self.attention_type) for cache in (keys, values))
-        y = F.scaled_dot_product_attention(q, *past, attn_mask=self._bias[..., :length].expand(1, 1, q.shape[2], -1))
+        keys, values = (cache[None, :, :length].to(self.attention_type) for cache in (keys, values))
+        bias = self._bias[..., :length].expand(1, 1, q.shape[2], -1)
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias)
         self._x += self.multiply(y.reshape(1, -1).float(), w.o)
         self._h.copy_(rms_norm(self._x, w.ffn_norm, shape.norm_eps))
         routers = self.weights.routers[layer : layer + 2]  # one for the last layer

@@ -57,9 +57,9 @@ class HostPrompt:
         own.keys[layer, :, position:end] = k
         own.values[layer, :, position:end] = v
         group, kind = shape.n_heads // shape.n_kv_heads, own.attention_type
-        past = (cache[layer, :, :end].to(kind).repeat_interleave(group, 0) for cache in (own.keys, own.values))
+        keys, values = (cache[layer, :, :end].to(kind).repeat_interleave(group, 0) for cache in (own.keys, own.values))
         mask = torch.ones(len(x), end, dtype=torch.bool, device=x.device).tril(position)
-        y = F.scaled_dot_product_attention(q.to(kind), *past, attn_mask=mask)
+        y = F.scaled_dot_product_attention(q.to(kind), keys, values, attn_mask=mask)
         return own.multiply(y.transpose(0, 1).flatten(-2).float(), w.o)
 
     def _union(self, layer: int, h: torch.Tensor, scores: torch.Tensor, executed: np.ndarray) -> torch.Tensor:
