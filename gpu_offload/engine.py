@@ -171,6 +171,11 @@ class OffloadEngine(Speaker):
         return self._executor
 
     @property
+    def expert_bytes(self) -> int:
+        """What one copy moves."""
+        return self.shape.expert_values * DTYPES[self.dtype].itemsize
+
+    @property
     def description(self) -> str:
         geometry = self.model.geometry
         return f"{geometry.name} ({geometry.architecture}, {geometry.parameters / 1e9:.2g} B parameters, {self.dtype})"
@@ -357,7 +362,7 @@ class OffloadEngine(Speaker):
             counters,
             tokens=self._tokens,
             seconds=self._seconds,
-            expert_bytes=self.shape.expert_values * DTYPES[self.dtype].itemsize,
+            expert_bytes=self.expert_bytes,
             timed=self.target.executor != "device",
             vram_bytes=self.target.held,
         )

@@ -17,6 +17,7 @@ from edgemoe.gpu_offload.decisions import Decisions
 from edgemoe.gpu_offload.executor import Executor
 from edgemoe.gpu_offload.memory import Room
 from edgemoe.gpu_offload.weights import Weights
+from edgemoe.machine.gpu_probe import uuid_of
 from edgemoe.machine.gpus import nvidia_gpus
 from edgemoe.machine.memory import ram
 from edgemoe.policy import LogicalCache
@@ -47,6 +48,11 @@ class Target:
     @property
     def is_gpu(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def uuid(self) -> str:
+        """As machine profiles name this GPU; empty on the CPU."""
+        return uuid_of(torch.cuda.get_device_properties(self.device)) if self.is_gpu else ""
 
     def room(self) -> Room:
         """What is free now; on a GPU, with what this process's allocator could give back."""

@@ -103,7 +103,9 @@ def notes(writer: Writer, calibrated: bool) -> Iterator[str]:
     if engine is None:
         return
     n_experts, policy = engine.model.geometry.n_experts, engine.policy
-    where = "RAM" if not offloading else "RAM, as on a GPU" if offloading.device == "cpu" else "VRAM"
+    where = "RAM" if not offloading else "VRAM" if offloading.target.is_gpu else "RAM, as on a GPU"
+    if offloading:
+        yield from _loaded(offloading)
     yield f"{engine.capacity} of {n_experts} experts per layer have a slot in {where}; policy: {policy}"
     if engine.capacity == n_experts and streaming:
         yield "every expert fits: without --ram and --residency llama.cpp may arrange them for speed"
@@ -115,6 +117,16 @@ def notes(writer: Writer, calibrated: bool) -> Iterator[str]:
         yield f"the router is steered towards what is in {place}: the text is not exactly the model's own"
     if streaming and not streaming.direct:
         yield "this file system cannot be read past the page cache: what reads leave in it is dropped"
+
+
+def _loaded(engine: OffloadEngine) -> Iterator[str]:
+    """How long loading took, and what drives the GPU."""
+    driver = {"device": "which decides for itself", "host": "driven by the host"}
+    target = engine.target
+    on = f" for {target.name}, {driver[target.executor]}" if target.is_gpu else ""
+    yield f"loaded in {engine.load_seconds:.1f} s{on}"
+    if target.note:
+        yield target.note
 
 
 def _streaming(writer: Writer) -> StreamingEngine | None:
@@ -143,7 +155,7 @@ def described(writer: Writer) -> dict[str, Any]:
         return {"experts": "resident"}
     return {
         "experts": "offloaded" if offloading else "streamed",
-        **({"device": offloading.device, "load_s": offloading.load_seconds} if offloading else {}),
+        **(_placed(offloading) if offloading else {}),
         "slots": engine.capacity,
         "policy": str(engine.policy),
         "policy_hash": engine.policy.hash,
@@ -151,12 +163,25 @@ def described(writer: Writer) -> dict[str, Any]:
     }
 
 
-def probed_disk(writer: Writer) -> float | None:
-    """Bytes per second that `edgemoe probe` measured for reads of an expert's tensors; None without such a figure."""
+def _placed(engine: OffloadEngine) -> dict[str, Any]:
+    target = engine.target
+    gpu = {"gpu": target.name, "gpu_index": target.device.index, "executor": target.executor} if target.is_gpu else {}
+    return {"device": engine.device, **gpu, "dtype": engine.dtype, "load_s": engine.load_seconds}
+
+
+def probed(writer: Writer) -> float | None:
+    """Bytes per second that `edgemoe probe` measured of where experts come from, in pieces as they are read: of the
+    disk, or of the link to this GPU; None without such a figure."""
     from edgemoe.errors import UserError
     from edgemoe.machine.profile import load_profile
 
-    engine = _streaming(writer)
+    engine, offloading = _streaming(writer), _offloading(writer)
+    if offloading and offloading.target.is_gpu:
+        try:
+            rates = [gpu for gpu in load_profile().gpus if gpu.uuid == offloading.target.uuid]
+        except UserError:
+            return None
+        return rates[0].h2d(offloading.expert_bytes) if rates else None
     if engine is None:
         return None
     model = engine.model
@@ -217,7 +242,7 @@ def perform(
         seed=writer.seed,
         prompt_tokens=len(writer.prompt),
         reused_tokens=writer.context.reused,
-        disk_bytes_per_s=probed_disk(writer),
+        disk_bytes_per_s=probed(writer),
         **predicted(writer),
         **({"experts_from": "RAM"} if _offloading(writer) else {}),
     )
@@ -256,8 +281,9 @@ def _status(meter: Meter) -> str:
     if since.read_bytes and rate:
         source = "disk" if not hasattr(meter.engine, "device") else "RAM"
         parts.append(f"{source} {format_bytes(since.read_bytes * rate / since.tokens)}/s")
-    if since.ram_bytes:
-        parts.append(f"RAM {format_bytes(since.ram_bytes)}")
+    for name, held in (("RAM", since.ram_bytes), ("VRAM", since.vram_bytes)):
+        if held:
+            parts.append(f"{name} {format_bytes(held)}")
     engine = meter.engine
     return " · ".join([*parts, f"context {engine.position:,} of {engine.n_ctx:,}"])
 
@@ -290,7 +316,7 @@ def _rows(s: Summary, title: str) -> Iterator[tuple[str, str]]:
     if parts := s.seconds_per_token:
         split = ", ".join(f"{name.replace('_', ' ')} {_seconds(t)}" for name, t in parts.items() if t)
         yield "time per token", f"{_seconds(sum(parts.values()))}: {split}"
-    d, n = s.decode, s.decoded_tokens
+    d, n = s.decode, s.decode.tokens
     if d.hit_rate is not None and n:
         foretold = f" (predicted {s.predicted_hit_rate or 0:.1%} on the calibration's text)"
         if s.predicted_hit_rate is None:
@@ -309,7 +335,8 @@ def _rows(s: Summary, title: str) -> Iterator[tuple[str, str]]:
     if s.read_bytes_per_s:
         share = f": {s.share_of_disk:.0%} of what `edgemoe probe` measured" if s.share_of_disk else ""
         yield s.experts_from, f"{format_bytes(s.read_bytes_per_s)}/s{share}"
-    yield "memory", f"{format_bytes(d.ram_bytes)} of RAM held; context {s.context_tokens:,} of {s.n_ctx:,} tokens"
+    vram = f" and {format_bytes(d.vram_bytes)} of VRAM" if d.vram_bytes else ""
+    yield "memory", f"{format_bytes(d.ram_bytes)} of RAM{vram} held; context {s.context_tokens:,} of {s.n_ctx:,} tokens"
 
 
 def _seconds(seconds: float) -> str:

@@ -23,6 +23,18 @@ Device = Annotated[
         " without a GPU. For OLMoE's architecture: a GGUF file, a safetensors folder or a Hugging Face name.",
     ),
 ]
+Gpu = Annotated[
+    int | None, typer.Option("--gpu", metavar="N", min=0, help="With --device cuda: which GPU. Default: the first, 0.")
+]
+DrivenBy = Annotated[
+    str | None,
+    typer.Option(
+        "--executor",
+        metavar="NAME",
+        help="With --device cuda: device, the GPU decides for itself, a whole token at once; or host, the host decides"
+        " between two steps of every layer. Default: device, but host under Windows' driver (WSL).",
+    ),
+]
 Vram = Annotated[
     str | None,
     typer.Option("--vram", metavar="SIZE", help="With --device: hold no more on it than this, context included."),
@@ -43,6 +55,8 @@ class Offload:
     """The device, and what it holds."""
 
     device: Device = None
+    gpu: Gpu = None
+    executor: DrivenBy = None
     vram: Vram = None
     dtype: StoredAs = None
     verify_slots: VerifySlots = False
@@ -58,13 +72,15 @@ class Offload:
         from edgemoe.units import Residency, parse_bytes
 
         if self.device is None:
-            for name in ("vram", "dtype", "verify_slots"):
-                if getattr(self, name):
+            for name, value in vars(self).items():
+                if value is not None and value is not False:
                     raise UserError(f"--{name.replace('_', '-')} is about experts on a device: give --device with it")
             return experts.settings()
         self._refuse(experts, holding)
         settings: dict[str, Any] = {
             "device": self.device,
+            "gpu": self.gpu,
+            "executor": self.executor,
             "residency": None if experts.residency is None else Residency.parse(experts.residency),
             "vram": None if self.vram is None else parse_bytes(self.vram),
             "policy": preset(experts.policy or "exact-lru", **experts.overrides()),

@@ -95,7 +95,7 @@ Chunk = Annotated[
         "--chunk",
         metavar="N",
         min=1,
-        help="With --ram: tokens of a prompt that are read at once; fewer need less RAM and read more.",
+        help="With --ram or --device: tokens of a prompt that are read at once; fewer need less memory and read more.",
     ),
 ]
 VerifyReads = Annotated[

@@ -31,7 +31,7 @@ class Summary:
     decoded_tokens: int
     """Tokens that a decode of their own was for: all but the first, whose logits the prompt gave."""
     disk_bytes_per_s: float | None = None
-    """As probed, for reads of an expert's size."""
+    """As probed, for reads of an expert's size; where experts come from RAM, of the link to the GPU."""
     predicted_hit_rate: float | None = None
     """What simulation on the calibration's text gave for this policy and capacity."""
     unpredicted: str = ""

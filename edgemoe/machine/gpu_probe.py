@@ -98,7 +98,7 @@ def _probe(device: Any, grid: GpuGrid, advance: Advance, notes: list[str]) -> Gp
         kind: tuple(Transfer(size, rates[kind, size]) for size in grid.sizes) for kind in ("h2d", "pageable", "d2h")
     }
     return GpuRates(
-        uuid=_uuid(facts),
+        uuid=uuid_of(facts),
         name=facts.name,
         vram_bytes=facts.total_memory,
         h2d_pinned=copies["h2d"],
@@ -110,8 +110,8 @@ def _probe(device: Any, grid: GpuGrid, advance: Advance, notes: list[str]) -> Gp
     )
 
 
-def _uuid(facts: Any) -> str:
-    """As the driver's library writes it, which is what a profile is keyed by."""
+def uuid_of(facts: Any) -> str:
+    """The UUID of a GPU, from torch's properties, as the driver's library writes it and a profile is keyed by."""
     text = str(facts.uuid)
     return text if text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"
 

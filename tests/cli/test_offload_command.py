@@ -87,6 +87,10 @@ def test_a_conversation_keeps_its_context(
         (["--device", "gpu"], "not one of cpu, cuda"),
         (["--vram", "6GB"], "give --device with it"),
         (["--verify-slots"], "--verify-slots is about experts on a device"),
+        (["--gpu", "0"], "--gpu is about experts on a device"),
+        (["--device", "cpu", "--gpu", "0"], "--gpu is about --device cuda"),
+        (["--device", "cpu", "--executor", "host"], "--executor is about --device cuda"),
+        (["--device", "cuda", "--executor", "magic"], "not one of device, host"),
         (["--device", "cpu", "--policy", "pst"], "no policy preset 'pst'"),
     ],
 )
