@@ -149,6 +149,7 @@ class HostDrivenExecutor(HostExecutor):
 
     def close(self) -> None:
         self._link.close()
+        self._layers.close()
 
 
 def _link(device: torch.device, gbps: float | None, delay_s: float, seed: int) -> Link:

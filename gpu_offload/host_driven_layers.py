@@ -29,20 +29,20 @@ class Graphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        # One pool, for the graphs run one after the other; one stream, for cuBLAS keeps a workspace for each.
+        self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._side = torch.cuda.Stream(device) if on_gpu else None
 
     def captured(self, launch: Launch) -> Launch:
         """`launch` as a graph. Runs it first: compiling and loading must not fall into the capture."""
-        if self._pool is None:
+        if self._side is None:
             return launch
-        side = torch.cuda.Stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
             launch()
-        torch.cuda.current_stream(self._device).wait_stream(side)
-        torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):  # one pool: the graphs run one after the other
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side):  # waits for the device first
             launch()
         return graph.replay
 
@@ -100,18 +100,25 @@ class TokenLayers:
         self._lengths = [n_ctx]
         while self._lengths[0] > SHORTEST:
             self._lengths.insert(0, -(-self._lengths[0] // (GROWTH * SHORTEST)) * SHORTEST)
-        self._begin = graphs.captured(self._embed)
+        self._begin: Launch | None = graphs.captured(self._embed)
         self._before = {
             length: [graphs.captured(lambda at=at, n=length: self._attend_and_route(at, n)) for at in layers]  # type: ignore[misc]
             for length in self._lengths
         }
         self._after = [graphs.captured(lambda at=at: self._run_experts(at)) for at in layers]  # type: ignore[misc]
-        self._end = graphs.captured(self._head)
+        self._end: Launch | None = graphs.captured(self._head)
+
+    def close(self) -> None:
+        """Let go of the graphs; may be called again."""
+        self._before.clear()
+        self._after.clear()
+        self._begin = self._end = None
 
     def start(self, token: int, position: int) -> None:
         """Begin with a token; it goes to `position`."""
         self._write[0][:] = token, position
         self._length = next(length for length in self._lengths if position < length)
+        assert self._begin is not None, "the executor is closed"
         self._begin()
 
     def attend(self, layer: int) -> None:
@@ -136,6 +143,7 @@ class TokenLayers:
 
     def logits(self) -> np.ndarray:
         """[V] float32, after the last layer. The host waits for them."""
+        assert self._end is not None, "the executor is closed"
         self._end()
         if self._reached is not None:
             self._reached.record()
