@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from edgemoe.cli.bench_gpu import gpu
 from edgemoe.cli.groups import group
 from edgemoe.cli.stopping import interrupt_on_sigterm
 
@@ -106,3 +107,6 @@ def ssd(
     from edgemoe.cli.bench_tables import show
 
     show(report)
+
+
+bench.command()(gpu)

@@ -48,7 +48,7 @@ class Run:
         return {**asdict(self), "tokens": hashlib.sha256(str(self.tokens).encode()).hexdigest()[:12]}
 
 
-def ways(subject: Subject, arm: Arm, link: float) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+def ways(subject: Subject, link: float) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """(executor, cache, how, the executor's arguments) of every run, the reference of each pair first. link: measured,
     bytes per second."""
     if subject.device == "cpu":
@@ -79,7 +79,7 @@ def determinism(
     prompt = subject.prompts[0]
     count = min(count, context(subject) - len(prompt))
     found: list[Run] = []
-    for executor, cache, how, options in ways(subject, Arm("", policy, slots), link):
+    for executor, cache, how, options in ways(subject, link):
         arm = Arm("determinism", policy, slots, executor, options=options)
         reference = next((run for run in found if (run.executor, run.cache) == (executor, cache)), None)
         try:
@@ -116,7 +116,8 @@ def _text(subject: Subject, arm: Arm, prompt: np.ndarray, count: int) -> tuple[t
     try:
         residents = hashlib.sha256()
         executor.step(prompt[:-1], 0)
-        token, position, tokens = int(prompt[-1]), len(prompt) - 1, []
+        tokens: list[int] = []
+        token, position = int(prompt[-1]), len(prompt) - 1
         greedy = Options(temperature=0.0)
         while len(tokens) < count:
             part = min(_SEGMENT, count - len(tokens))
@@ -140,6 +141,9 @@ def _executor(subject: Subject, arm: Arm) -> Executor:
 
 
 def _common(tokens: Sequence[int], others: Sequence[int]) -> int:
-    return next(
-        (i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), min(len(tokens), len(others))
-    )
+    count = 0
+    for ours, theirs in zip(tokens, others, strict=False):
+        if ours != theirs:
+            break
+        count += 1
+    return count

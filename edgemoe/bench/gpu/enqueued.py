@@ -1,4 +1,6 @@
-"""The device-resident executor, teacher-forced: tokens of a text are enqueued one after the other, and timed between."""
+"""The device-resident executor, teacher-forced: a text's tokens are enqueued one after the other, and timed between."""
+
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -33,4 +35,4 @@ class ForcedDevice(DeviceExecutor):
         marks[-1].record()
         torch.cuda.synchronize(self._control.device)
         self.records.check()
-        return np.array([before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False)]) / 1e3
+        return np.array([before.elapsed_time(after) for before, after in pairwise(marks)]) / 1e3

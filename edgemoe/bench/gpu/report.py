@@ -3,12 +3,14 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from edgemoe.bench.gpu.against import Split
 from edgemoe.bench.gpu.determinism import verdict
 from edgemoe.bench.gpu.rows import Row
 from edgemoe.bench.gpu.run import Report
 from edgemoe.policy import preset
 
 FAR_MS, FAR_SHARE, TIMELINE = 0.9, 0.60, 1.20
+AGAINST = {"50%": 4.0, "25%": 2.5}  # times llama.cpp, of psr-gated at λ = 0.2
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ def bars(report: Report) -> list[Bar]:
                 what = f"{row.name} at {row.share}: ms / dependency timeline"
                 holds = row.over_timeline <= TIMELINE
                 found.append(Bar(what, row.over_timeline, f"≤ {TIMELINE:.2f}", holds))
+        found += _against(report)
     said = verdict(report.determinism)
     if said["logical"] is not None:
         found.append(
@@ -48,6 +51,25 @@ def bars(report: Report) -> list[Bar]:
 
 def _is_bar(row: Row) -> bool:
     return row.policy_hash in (preset("psr-gated").hash, preset("exact-lru").hash) and row.share in ("50%", "25%")
+
+
+def _against(report: Report) -> list[Bar]:
+    found = []
+    for split, row in against_best(report):
+        if row.mean is None or row.executor != "device" or not _is_bar(row):
+            continue
+        steered = row.policy_hash == preset("psr-gated").hash
+        bar = AGAINST[row.share] if steered else None
+        times = split.token_s / row.mean
+        what = f"{row.name} at {row.share}: times llama.cpp at equal expert memory"
+        found.append(Bar(what, times, f"≥ {bar:g}" if bar else "shown", times >= bar if bar else None))
+    return found
+
+
+def against_best(report: Report) -> list[tuple[Split, Row]]:
+    """llama.cpp's best split at each residency, with each row of that residency."""
+    best = {split.share: split for split in report.against if split.best}
+    return [(best[row.share], row) for row in report.rows if row.share in best]
 
 
 def _far(report: Report) -> list[Bar]:
@@ -87,6 +109,6 @@ def as_json(report: Report) -> dict[str, Any]:
         "resident_at_1024": {**asdict(report.far), "share": report.far.share} if report.far else None,
         "generated": [one.as_json() for one in report.generated],
         "determinism": [run.as_json() for run in report.determinism],
-        "against": report.against,
+        "llama.cpp": [split.as_json() for split in report.against],
         "bars": [asdict(bar) for bar in bars(report)],
     }

@@ -191,7 +191,7 @@ def beside(rows: Sequence[Row], references: Sequence[Policy]) -> list[Beside]:
 
     Paired t-tests on log latency over rounds (PSR §6.1); where there are fewer than 2 rounds, nothing.
     """
-    hashes = [policy.hash for policy in references]
+    hashes = {policy.hash for policy in references}
     found = []
     for fast in rows:
         if fast.policy_hash not in hashes:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from edgemoe.bench.gpu.against import Split
+from edgemoe.bench.gpu.choices import DEFAULT, parse_policies
 from edgemoe.bench.gpu.clocks import CPU, DEVICE, EXECUTORS, Arm
 from edgemoe.bench.gpu.determinism import Run, determinism
 from edgemoe.bench.gpu.frontier import AtEqualKl, Quality, at_equal_kl, read_quality
@@ -33,25 +35,6 @@ DEFAULT_GEOMETRY = "olmoe-1b-7b"
 REFERENCES = ("psr", "psr-gated")  # whose rows the others are held against
 
 
-def default_policies(lambdas: Sequence[float] = (0.2,)) -> dict[str, Policy]:
-    """The rows of the tables by name; steered ones at every λ."""
-    found = {"exact-lru": preset("exact-lru")}
-    several = len(lambdas) > 1
-
-    def named(name: str, lam: float) -> str:
-        return f"{name} λ{lam:g}" if several else name
-
-    for lam in lambdas:
-        for top_j in (0, 1, 2):
-            for eviction, said in (("lru", ""), ("score", " score")):
-                name = f"cache-prior{said}" + (f" J={top_j}" if top_j else "")
-                found[named(name, lam)] = preset("cache-prior", lam=lam, top_j=top_j, eviction=eviction)
-        found[named("psr", lam)] = preset("psr", lam=lam)
-        found[named("psr-gated", lam)] = preset("psr-gated", lam=lam)
-    found["speculative"] = preset("speculative")
-    return found
-
-
 @dataclass(frozen=True)
 class Settings:
     """What is measured. `model` is a GGUF file, a safetensors folder or a Hugging Face name, run on `texts`; without
@@ -64,7 +47,7 @@ class Settings:
     calibration: Path | None = None
     device: str = "cuda"
     dtype: str = "bfloat16"
-    policies: dict[str, Policy] = field(default_factory=default_policies)
+    policies: dict[str, Policy] = field(default_factory=lambda: parse_policies(DEFAULT))
     residencies: tuple[str, ...] = ("50%", "25%")
     executors: tuple[str, ...] = ()
     """Default: that of the device."""
@@ -106,6 +89,7 @@ class Report:
     domains: tuple[str, ...]
     window_tokens: int
     expert_bytes: int
+    n_experts: int
     rates: Rates | None = None
     rows: list[Row] = field(default_factory=list)
     beside: list[Beside] = field(default_factory=list)
@@ -114,8 +98,8 @@ class Report:
     generated: list[Generated] = field(default_factory=list)
     determinism: list[Run] = field(default_factory=list)
     quality_models: tuple[str, ...] = ()
-    ended: Ended = Ended(0)
-    against: list[dict[str, Any]] = field(default_factory=list)
+    ended: Ended = field(default_factory=lambda: Ended(0))
+    against: list[Split] = field(default_factory=list)
     interrupted: bool = False
 
 
@@ -256,6 +240,7 @@ def _report(subject: Subject, quality: Quality) -> Report:
         domains=subject.domains,
         window_tokens=subject.longest,
         expert_bytes=subject.weights.arena.expert_bytes,
+        n_experts=subject.weights.shape.n_experts,
         quality_models=quality.models,
     )
 
@@ -279,9 +264,9 @@ def _versions(device: str) -> dict[str, str]:
     return found
 
 
-def _unwatched(what: str, total: int, unit: str) -> AbstractContextManager[Advance]:
+def _unwatched(_what: str, _total: int, _unit: str) -> AbstractContextManager[Advance]:
     return nullcontext(no_progress)
 
 
-def _unsaved(report: Report) -> None:
+def _unsaved(_report: Report) -> None:
     pass

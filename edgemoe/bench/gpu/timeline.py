@@ -17,8 +17,8 @@ from edgemoe.policy._jit import kernel
 
 @dataclass(frozen=True)
 class Compute:
-    """Seconds of a token with everything resident: of a layer until its router has spoken, of its experts (k of them), and
-    after the last layer. Layers are alike."""
+    """Seconds of a token with everything resident: of a layer until its router has spoken, of its k experts, and after
+    the last layer. Layers are alike."""
 
     attention: float
     experts: float

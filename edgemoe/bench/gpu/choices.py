@@ -1,0 +1,66 @@
+"""Which policies are the rows: presets by name, with what changes behind colons."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from edgemoe.errors import UserError
+from edgemoe.policy import Policy, preset
+from edgemoe.policy.config import relevant
+from edgemoe.units import parse_count
+
+DEFAULT = (
+    "exact-lru,cache-prior,cache-prior:J1,cache-prior:J2,cache-prior:score,cache-prior:score:J1,cache-prior:score:J2,"
+    "psr,psr-gated,speculative"
+)
+LAMBDA = 0.2
+_WORDS: dict[str, tuple[str, Any]] = {
+    "lru": ("eviction", "lru"),
+    "score": ("eviction", "score"),
+    "running": ("scale", "running"),
+    "unbounded": ("budget", "unbounded"),
+}
+_COUNTS = {"J": "top_j", "n": "budget", "w": "window"}
+
+
+def parse_policies(text: str, lambdas: Sequence[float] = (LAMBDA,)) -> dict[str, Policy]:
+    """`cache-prior:score:J1,psr:n2` by name, at each λ where λ means something: `psr:n2 λ0.2` where there are several.
+
+    Behind a colon: `lru` or `score` (eviction), `running` (bonus scale), `J1`, `n2`, `w4` or `unbounded`. Raises
+    `UserError` for what is no preset, no change, or changes what means nothing to it.
+    """
+    found: dict[str, Policy] = {}
+    for item in (part.strip() for part in text.split(",")):
+        name, *changes = item.split(":")
+        fields = dict(_change(item, change) for change in changes)
+        plain = preset(name, **fields)
+        if not _has_lambda(plain):
+            found[item] = plain
+            continue
+        for lam in lambdas:
+            label = f"{item} λ{lam:g}" if len(lambdas) > 1 else item
+            found[label] = preset(name, **fields, lam=lam)
+    return found
+
+
+def _has_lambda(policy: Policy) -> bool:
+    return relevant(routing=policy.routing, prefetch=policy.prefetch, gate=policy.gate)["lam"]
+
+
+def _change(item: str, change: str) -> tuple[str, Any]:
+    if change in _WORDS:
+        return _WORDS[change]
+    count = parse_count(change[1:])
+    if change[:1] in _COUNTS and count is not None:
+        return _COUNTS[change[0]], count
+    raise UserError(f"--policies {item}: {change!r} changes nothing: {', '.join(_WORDS)}, J1, n2 or w4 are understood")
+
+
+def parse_lambdas(text: str) -> tuple[float, ...]:
+    """`0.1,0.2,0.3`. Raises `UserError` for anything else."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--lambda {text}: expected numbers, separated by commas") from None
+    if not all(0 < lam <= 1e6 for lam in found) or len(set(found)) < len(found):
+        raise UserError(f"--lambda {text}: expected numbers above 0, each once")
+    return found

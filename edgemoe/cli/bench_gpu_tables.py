@@ -1,0 +1,201 @@
+"""What `edgemoe bench gpu` prints: every row beside its limits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from rich.table import Table
+
+    from edgemoe.bench.gpu.run import Report
+
+
+def show(report: Report, written: Iterable[Path] = ()) -> None:
+    """Print a report: what was run and its limits, the rows, their copies, ratios, and what was checked."""
+    from edgemoe.cli.output import console, say, say_notes
+
+    out = console()
+    say(out, _head(report))
+    for made in (
+        *(_rows(report), _copies(report), _ratios(report), _equal_kl(report), _generated(report)),
+        *(_against(report), _determinism(report), _bars(report)),
+    ):
+        if made.row_count:
+            out.print("", made)
+    out.print("")
+    say_notes(out, _notes(report), written)
+
+
+def _head(report: Report) -> str:
+    from edgemoe.units import format_bytes
+
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    windows = f"{len(report.domains)} windows of up to {report.window_tokens} tokens ({', '.join(report.domains)})"
+    lines = [f"{report.subject} on {report.card}; {versions}", f"{windows}, {report.ended.rounds} rounds"]
+    if (rates := report.rates) is not None:
+        link = f"{format_bytes(rates.link)}/s in large copies, {format_bytes(rates.link_expert)}/s in copies of "
+        lines.append(f"link {link}{format_bytes(report.expert_bytes)}; memory {format_bytes(rates.memory)}/s")
+    if (far := report.far) is not None:
+        lines.append(
+            f"everything resident, context of {far.position:,}: {1e3 * far.token_s:.2f} ms per token, its memory's "
+            f"limit {1e3 * far.memory_s:.2f} ({far.share:.0%})"
+        )
+    return "\n".join(lines)
+
+
+def _rows(report: Report) -> Table:
+    from edgemoe.cli.output import table
+
+    made = table(
+        *("ms per token", "slots", "executor", "mean", "p50", "p99", "least", "× least"),
+        *("link", "memory", "above floor", "per copy", "KL", "config"),
+        left=("executor",),
+    )
+    for row in report.rows:
+        if row.problem:
+            continue
+        made.add_row(
+            row.name,
+            f"{row.slots} ({row.share})",
+            row.executor,
+            *(_ms(value) for value in (row.mean, row.p50, row.p99, row.timeline_s)),
+            _number(row.over_timeline),
+            *(_ms(value) for value in (row.link_s, row.memory_s, row.above_floor, row.per_copy)),
+            "–" if row.kl is None else f"{row.kl:.4f}",
+            row.config,
+        )
+    return made
+
+
+def _copies(report: Report) -> Table:
+    from edgemoe.cli.output import table
+    from edgemoe.units import format_bytes
+
+    made = table(
+        *("copies per token", "slots", "executor", "all", "demand", "prefetch", "in time", "late", "unused"),
+        *("bytes", "decided", "replaced", "as decided"),
+        left=("executor",),
+    )
+    for row in report.rows:
+        if row.problem or not row.copies:
+            continue
+        decided = f"{row.decided_demand or 0:.2f} + {row.decided_prefetch or 0:.2f}"
+        made.add_row(
+            row.name,
+            f"{row.slots} ({row.share})",
+            row.executor,
+            *(_number(value) for value in (row.copies, row.demand, row.prefetch, row.in_time, row.late, row.unused)),
+            format_bytes(row.copied_bytes or 0.0),
+            decided,
+            _number(row.replaced),
+            "–" if row.agrees is None else "yes" if row.agrees else "NO",
+        )
+    return made
+
+
+def _ratios(report: Report) -> Table:
+    from edgemoe.cli.output import table
+
+    made = table("takes as long", "as", "slots", "ratio", "95%", "p", "the paper's", left=("as", "the paper's"))
+    for one in report.beside:
+        ratio = one.ratio
+        where = f"{one.slots} ({one.share})" + ("" if one.executor in ("device", "both") else f", {one.executor}")
+        interval = f"{ratio.low:.2f}–{ratio.high:.2f}"
+        made.add_row(one.slower, one.faster, where, f"{ratio.ratio:.2f}", interval, f"{ratio.p:.2g}", one.paper)
+    return made
+
+
+def _equal_kl(report: Report) -> Table:
+    from edgemoe.cli.output import table
+
+    made = table("at equal KL", "slots", "KL", "against", "its time / the row's", "95%", "p", left=("against",))
+    for one in report.equal_kl:
+        ratio = one.ratio
+        interval = f"{ratio.low:.3f}–{ratio.high:.3f}"
+        made.add_row(
+            one.row, f"{one.slots} ({one.share})", f"{one.kl:.4f}", one.family, f"{ratio.ratio:.3f}", interval,
+            f"{ratio.p:.2g}",
+        )  # fmt: skip
+    return made
+
+
+def _generated(report: Report) -> Table:
+    from edgemoe.cli.output import table
+
+    made = table("free generation", "slots", "executor", "prompt ms", "ms per token", "copies", left=("executor",))
+    for one in report.generated:
+        made.add_row(
+            one.name, str(one.slots), one.executor, _ms(one.first_token_s), _ms(one.token_s), _number(one.copies)
+        )
+    return made
+
+
+def _against(report: Report) -> Table:
+    from edgemoe.bench.gpu.report import against_best
+    from edgemoe.cli.output import table
+
+    made = table(
+        "llama.cpp", "layers' experts on the CPU", "threads", "ms per token", "", "row", "times", left=("row",)
+    )
+    for split in report.against:
+        best = "best" if split.best else ""
+        made.add_row(split.share, str(split.n_cpu_moe), str(split.threads), _ms(split.token_s), best, "", "")
+    for split, row in against_best(report):
+        if row.mean:
+            made.add_row(
+                split.share, str(split.n_cpu_moe), str(split.threads), _ms(split.token_s), "best",
+                f"{row.name}, {row.executor}", f"{split.token_s / row.mean:.2f}",
+            )  # fmt: skip
+    return made
+
+
+def _determinism(report: Report) -> Table:
+    from edgemoe.cli.output import table
+
+    made = table("routing on", "executor", "bytes are moved", "text", left=("executor", "bytes are moved", "text"))
+    for run in report.determinism:
+        said = "reference" if run.reference else "the same" if run.same else f"differs after {run.same_tokens} tokens"
+        if not run.reference and not run.same and run.same_tokens == len(run.tokens):
+            said = "the same, with other residents"
+        made.add_row(f"the {run.cache} cache", run.executor, run.how, run.problem or said)
+    return made
+
+
+def _bars(report: Report) -> Table:
+    from edgemoe.bench.gpu.report import bars
+    from edgemoe.cli.output import table
+
+    made = table("held to", "measured", "bar", "", left=("bar",))
+    for bar in bars(report):
+        said = "–" if bar.holds is None else "holds" if bar.holds else "MISSED"
+        value = "" if bar.value is None else f"{bar.value:.2f}"
+        made.add_row(bar.what, value, bar.bar, said + (f" ({bar.why})" if bar.why else ""))
+    return made
+
+
+def _notes(report: Report) -> list[str]:
+    notes = list(report.notes)
+    if report.device == "cpu":
+        notes.append("these are the CPU's figures, where device and host are the same RAM: they say nothing of a GPU")
+    notes += [f"{row.name}, {row.slots} slots, {row.executor}: {row.problem}" for row in report.rows if row.problem]
+    if report.ended.why:
+        notes.append(report.ended.why)
+    if report.quality_models:
+        notes.append(f"KL was measured on {', '.join(report.quality_models)}")
+    if any(row.timeline_s for row in report.rows):
+        notes.append(
+            "least: the same copies issued as the decisions allow, through one link at its rate, and the computing of "
+            "everything resident, divided among its parts as their bytes are"
+        )
+    return notes
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{1e3 * seconds:.2f}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
