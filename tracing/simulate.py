@@ -98,13 +98,16 @@ def simulate(
     calibration: Calibration | None = None,
     expert_bytes: Sequence[int] | None = None,
     advance: Advance = no_progress,
+    pinned: Sequence[Sequence[int]] | None = None,
 ) -> pd.DataFrame:
     """Replay a trace through every policy at every capacity.
 
     capacities: slots per layer. policies: names of eviction rules and presets, or a mapping from a name to its `Policy`
     (None for the rule of that name). layer: a layer id of the model, or "all": one row, summed over layers.
     calibration: Δ̄, warm set and token prior, by default what the trace file holds. expert_bytes: [L], size of one
-    expert, by layer. `advance` is told of each replayed layer: there are `n_replays` of them.
+    expert, by layer. `advance` is told of each replayed layer: there are `n_replays` of them. pinned: of each layer of
+    the trace, experts that a placement plan keeps resident in slots of their own besides the capacity's, as
+    `edgemoe run --plan` does; loading them is nobody's miss.
 
     One row per capacity and policy: trace, layer, policy, capacity, share, hit_rate, misses_per_token and, where it
     is known, bytes_per_token (of demand and prefetch copies). Algorithm 1 adds demand_per_token (its misses),
@@ -128,9 +131,9 @@ def simulate(
         for name, policy in named.items():
             counts = np.zeros((len(rows), 5), dtype=np.int64)
             if policy:
-                replay = partial(_replay_policy, trace, policy, _cache(trace, policy, capacity, known), known)
+                replay = partial(_replay_policy, trace, policy, _cache(trace, policy, capacity, known, pinned), known)
             else:
-                replay = partial(_replay_rule, trace, name, capacity)
+                replay = partial(_replay_rule, trace, name, capacity, pinned)
             for i, row in enumerate(rows):
                 counts[i] = replay(row)
                 advance(1)
@@ -182,17 +185,24 @@ def _top_k(trace: Trace) -> np.ndarray:  # [L]
     return (trace.experts >= 0).sum(axis=2).max(axis=1)
 
 
-def _cache(trace: Trace, policy: Policy, capacity: int, known: Calibration) -> Cache:
+def _cache(
+    trace: Trace, policy: Policy, capacity: int, known: Calibration, pinned: Sequence[Sequence[int]] | None
+) -> Cache:
     delta = known.delta if known.delta is not None else np.zeros(trace.n_layers, dtype=np.float32)
     warm = known.warm if known.warm is not None else np.zeros((trace.n_layers, 0), dtype=np.int64)
-    return view(new_block(policy, _top_k(trace), trace.n_experts, capacity, delta, warm))
+    return view(new_block(policy, _top_k(trace), trace.n_experts, capacity, delta, warm, pinned))
 
 
-def _replay_rule(trace: Trace, name: str, capacity: int, row: int) -> np.ndarray:
-    """Counts [5] of one layer under an eviction rule: every load is executed, every miss is a demand copy."""
-    counts = np.zeros(5, dtype=np.int64)
-    counts[EXECUTED] = (trace.experts[row] >= 0).sum()
-    counts[DEMAND] = RULES[name](np.ascontiguousarray(trace.experts[row]), trace.n_experts, capacity)
+def _replay_rule(
+    trace: Trace, name: str, capacity: int, pinned: Sequence[Sequence[int]] | None, row: int
+) -> np.ndarray:
+    """Counts [5] of one layer under an eviction rule: every load is executed, every miss is a demand copy. The rule
+    does not see loads of pinned experts."""
+    counts, loads = np.zeros(5, dtype=np.int64), np.ascontiguousarray(trace.experts[row])
+    counts[EXECUTED] = (loads >= 0).sum()
+    if pinned is not None:
+        loads = np.where(np.isin(loads, np.array(pinned[row], dtype=np.int64)), np.int16(-1), loads)
+    counts[DEMAND] = RULES[name](loads, trace.n_experts, capacity)
     return counts
 
 

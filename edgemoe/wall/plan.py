@@ -50,6 +50,11 @@ class Plan:
     loads: dict[str, float]
     layers: tuple[LayerPlan, ...]
 
+    @property
+    def pinned(self) -> tuple[tuple[int, ...], ...]:  # [L]
+        """The experts of each layer that are kept out of the SSD, hottest first: what `edgemoe run --plan` pins."""
+        return tuple((*layer.vram, *layer.ram) for layer in self.layers)
+
     def tier_of(self) -> np.ndarray:  # [L, E] int8: 0 VRAM, 1 RAM, 2 SSD
         """The tier of every expert."""
         tiers = np.full((len(self.layers), self.n_experts), 2, dtype=np.int8)
@@ -172,6 +177,21 @@ def _check_model(path: Path, plan: Plan, g: ModelGeometry, files: Sequence[Path]
     present = tuple(header_fingerprint(file) for file in files if file.suffix == ".gguf")
     if present and plan.header_sha256 and present != plan.header_sha256:
         raise UserError(f"{path}: a plan for another file of {plan.model} (header fingerprints differ): {_AGAIN}")
+
+
+def pinned_in(path: Path, trace: "Trace") -> list[tuple[int, ...]]:  # [L]
+    """What a plan pins in each layer of a trace. Raises `UserError` for a plan of another model than was traced: by
+    experts, layers and, where both know it, header fingerprint."""
+    plan = load_plan(path)
+    pins = dict(zip((layer.layer for layer in plan.layers), plan.pinned, strict=True))
+    missing = [layer for layer in trace.layers.tolist() if layer not in pins]
+    if plan.n_experts != trace.n_experts or missing:
+        what = f"no layer {missing[0]}" if missing else f"{plan.n_experts} experts per layer"
+        raise UserError(f"{path}: a plan for {plan.model}, which has {what}, not for what {trace.name} was traced on")
+    recorded = trace.meta.get("header_sha256")
+    if recorded and plan.header_sha256 and tuple(recorded) != plan.header_sha256:
+        raise UserError(f"{path}: a plan for another file than {trace.name} was traced on (header fingerprints differ)")
+    return [pins[layer] for layer in trace.layers.tolist()]
 
 
 @dataclass(frozen=True)
