@@ -60,6 +60,15 @@ def simulate(
             " experts 0, 1, 2, ... and no prior.",
         ),
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan",
+            metavar="PLAN.json",
+            help="Pin the experts that this plan of edgemoe wall --plan puts into VRAM or RAM, as edgemoe run --plan"
+            " does, besides the slots of --capacity.",
+        ),
+    ] = None,
     lam: Annotated[
         float | None, typer.Option("--lambda", metavar="X", help="Presets: bonus of resident experts, in mean ranges.")
     ] = None,
@@ -111,10 +120,12 @@ def simulate(
     from edgemoe.cli.options import budget_option, layer_option, writable_file
     from edgemoe.tracing import load_trace
     from edgemoe.tracing.pictures import ENDINGS
+    from edgemoe.wall.plan import pinned_in
 
     recorded = load_trace(trace)
     if domain is not None:
         recorded = recorded.only(domain)
+    pinned = pinned_in(plan, recorded) if plan else None
     overrides = {
         "lam": lam,
         "top_j": top_j,
@@ -131,7 +142,7 @@ def simulate(
     policies = _policies(policy, {name: value for name, value in overrides.items() if value is not None})
     sizes, slot_bytes = _sizes(recorded, model, expert_bytes)
     known = _calibration(recorded, calibration)
-    run = _Run(recorded, policies, layer_option(layer), known, sizes, as_json)
+    run = _Run(recorded, policies, layer_option(layer), known, sizes, as_json, pinned)
     asked = _residencies(capacity, recorded.n_experts, slot_bytes)
     writable_file("--plot", plot, ENDINGS)
     writable_file("--csv", csv)
@@ -162,7 +173,9 @@ class _Run:
         calibration: Calibration,
         sizes: list[int] | None,
         quiet: bool,
+        pinned: list[tuple[int, ...]] | None,
     ) -> None:
+        self.pinned = pinned
         self.trace, self.calibration, self.sizes, self.quiet = trace, calibration, sizes, quiet
         self.layer = "all" if layer is None else layer
         self.policies = {
@@ -196,7 +209,7 @@ class _Run:
         total = sum(n_replays(self.trace, capacities, list(named), self.layer) for named, capacities in jobs)
         with progress(what, total, "replays of a layer", quiet=self.quiet) as advance:
             frames = [
-                simulate(self.trace, capacities, named, self.layer, self.calibration, self.sizes, advance)
+                simulate(self.trace, capacities, named, self.layer, self.calibration, self.sizes, advance, self.pinned)
                 for named, capacities in jobs
             ]
         return pd.concat([frame for frame in frames if len(frame)], ignore_index=True)
@@ -205,6 +218,10 @@ class _Run:
         """What each preset was, and where its held-out knowledge came from."""
         steered = {name: policy for name, policy in self.policies.items() if policy}
         notes = [f"{name} ({policy.hash}): {policy}" for name, policy in steered.items()]
+        if self.pinned is not None:
+            counts = sorted({len(experts) for experts in self.pinned})
+            many = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+            notes.append(f"the plan pins {many} experts per layer besides these slots; loading them is not counted")
         if not steered:
             return notes
         known = self.calibration

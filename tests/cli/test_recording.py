@@ -127,3 +127,37 @@ def test_a_failing_disk_ends_the_run_in_one_line(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Spool, "append", full)
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
         commands.run([*MODEL, "--residency", "16", "--trace", str(tmp_path / "t.npz")])
+
+
+@pytest.mark.parametrize(("policy", "same"), [((), "exact-lru"), (("--policy", "psr"), "psr")])
+def test_simulate_decides_with_a_plan_what_the_run_decided_with_it(
+    policy: tuple[str, ...], same: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that pins experts, unevenly over layers, hits and replaces what a replay with the same plan does; what it
+    reads besides misses are warm experts' first uses."""
+    from edgemoe.model import read_model
+    from edgemoe.wall.plan import LayerPlan, Plan, save_plan
+
+    g = read_model(DEMO).geometry
+    kept = {layer: (tuple(range(layer)), tuple(range(40, 40 + 2 * layer))) for layer in g.moe_layers}
+    layers = tuple(
+        LayerPlan(layer, *pins, tuple(e for e in range(g.n_experts) if e not in pins[0] + pins[1]))
+        for layer, pins in kept.items()
+    )
+    plan = save_plan(Plan(g.name, g.architecture, g.n_experts, (), 0, 0, (), {}, layers), tmp_path / "plan.json")
+    out, asked = tmp_path / "run.npz", ("--residency", "16", *policy, "--plan", str(plan))
+    run = said(capsys, *MODEL, *asked, "--trace", str(out))
+    replay = ["simulate", str(out), "--capacity", "16", "--policy", same, "--json"]
+    row = said(capsys, *replay, "--plan", str(plan))["rows"][0]
+    phases, trace = (run["prompt_phase"], run["decode_phase"]), load_trace(out)
+    tokens = trace.n_tokens
+    misses = sum(phase["loads"] - phase["hits"] for phase in phases)
+    assert row["misses_per_token"] * tokens == pytest.approx(misses)
+    assert row["hit_rate"] == pytest.approx(1 - misses / sum(phase["loads"] for phase in phases))
+    assert (trace.executed is not None) == (same == "psr")
+    if trace.executed is not None:
+        assert row["replaced_per_token"] * tokens == pytest.approx(replaced(trace)) and replaced(trace) > 0
+    else:
+        assert misses <= sum(phase["demand_reads"] for phase in phases) <= misses + 16 * g.n_moe_layers
+    unplanned = said(capsys, *replay)["rows"][0]
+    assert unplanned["misses_per_token"] > row["misses_per_token"]

@@ -15,6 +15,7 @@ from edgemoe.model import read_model
 from edgemoe.model.synthetic import write_synthetic
 from edgemoe.tracing import Trace, load_trace, save_trace
 from edgemoe.tracing.simulate import Calibration, simulate
+from edgemoe.wall.plan import LayerPlan, Plan, save_plan
 
 FIELDS = ["trace", "layer", "policy", "capacity", "hit_rate", "misses_per_token"]
 ALGORITHM_1 = ["demand_per_token", "prefetch_per_token", "unused_per_token", "replaced_per_token"]
@@ -53,7 +54,29 @@ def traces(tmp_path_factory):
     bare = {"layers": trace.layers, "windows": trace.windows, "domains": trace.domains, "name": "loads"}
     save_trace(Trace(experts=trace.experts, n_experts=16, **bare), folder / "loads.npz")
     save_trace(Trace(experts=trace.experts, n_experts=32, **bare), folder / "other.npz")
+    for name, layers in (("plan.json", (1, 2)), ("less.json", (1,))):
+        placed = tuple(LayerPlan(layer, (3,), (7, layer), tuple({*range(16)} - {3, 7, layer})) for layer in layers)
+        save_plan(Plan("planned", "test", 16, (), 0, 0, (), {}, placed), folder / name)
     return folder
+
+
+def test_a_plan_pins_experts_besides_the_slots(edgemoe, traces):
+    rules = "lru,static-oracle,exact-lru,psr"
+    arguments = (traces / "m.npz", "--policy", rules, "--capacity", "8", "--json")
+    planned = json.loads(edgemoe(*arguments, "--plan", traces / "plan.json"))
+    trace = load_trace(traces / "m.npz")
+    pinned = [(3, 7, 1), (3, 7, 2)]
+    expected = simulate(trace, [8], rules.split(","), pinned=pinned)
+    assert [row["hit_rate"] for row in planned["rows"]] == pytest.approx(expected["hit_rate"].tolist())
+    assert all(
+        row["hit_rate"] > plain["hit_rate"]
+        for row, plain in zip(planned["rows"], json.loads(edgemoe(*arguments))["rows"], strict=True)
+    )
+    oracle = planned["rows"][1]["misses_per_token"] * 90
+    counts = [np.bincount(layer.ravel(), minlength=16) for layer in trace.experts]
+    left = [np.sort(np.delete(row, pins))[:-8].sum() for row, pins in zip(counts, pinned, strict=True)]
+    assert oracle == pytest.approx(sum(left))
+    assert any("pins 3 experts per layer" in note for note in planned["notes"])
 
 
 def test_json_is_one_object_with_the_agreed_fields(edgemoe, traces):
@@ -201,6 +224,11 @@ def test_a_plot_leaves_the_rows_to_the_capacities_asked_for(edgemoe, traces, tmp
         (["m.npz", "--capacity", "9" * 5000], "is not a residency"),
         (["m.npz", "--expert-bytes", "9" * 400 + "GB"], "is not a size"),
         (["m.npz", "--policy", "psr", "--capacity", "8", "--calibration", "other.npz"], "32 experts"),
+        (["m.npz", "--plan", "missing.json"], "missing.json: no such"),
+        (["m.npz", "--plan", "m.npz"], "not a placement plan"),
+        (["m.npz", "--plan", "."], "edgemoe: .: "),
+        (["other.npz", "--plan", "plan.json"], "which has 16 experts per layer, not for what other was traced on"),
+        (["m.npz", "--plan", "less.json"], "which has no layer 2"),
         (["missing.npz"], "no such trace file"),
         (["loads.npz", "--policy", "psr", "--capacity", "8"], "--scores"),
     ],
