@@ -1,11 +1,14 @@
 """Where every routed expert lies in host memory: one piece, contiguous per expert, page-locked where a GPU reads it."""
 
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from edgemoe.errors import UserError
 from edgemoe.gpu_offload.shape import Shape
+from edgemoe.machine.memory import ram
 from edgemoe.units import format_bytes
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
@@ -27,6 +30,22 @@ def expert_views(raw: torch.Tensor, shape: Shape, dtype: torch.dtype) -> ExpertV
     gate, up, down = (values[..., i * part : (i + 1) * part] for i in range(3))
     narrow = (shape.d_expert, shape.d_model)
     return ExpertViews(gate.unflatten(-1, narrow), up.unflatten(-1, narrow), down.unflatten(-1, narrow[::-1]))
+
+
+def _launch() -> None:
+    """CUDA hands a refusal to the next launch, too: let this be it."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
+def _lock_limit() -> str:
+    """What this process may lock, as far as the system says."""
+    if sys.platform == "win32":
+        return "unknown"
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
 
 
 class Arena:
@@ -53,11 +72,13 @@ class Arena:
 
     def _lock(self) -> None:
         cuda = torch.cuda.cudart()
-        status = cuda.cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, _PORTABLE_AND_MAPPED)
-        if int(status) != 0:
+        status = int(cuda.cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, _PORTABLE_AND_MAPPED))
+        if status != 0:
+            _launch()
+            size, free = format_bytes(self.bytes.nbytes), format_bytes(ram().available)
             raise UserError(
-                f"{format_bytes(self.bytes.nbytes)} of RAM cannot be page-locked for the GPU (cudaHostRegister: "
-                f"{int(status)}): raise `ulimit -l`, free RAM, or use --device cpu"
+                f"{size} of RAM cannot be page-locked for the GPU (cudaHostRegister: error {status}; {free} are free, "
+                f"`ulimit -l` is {_lock_limit()}): raise that limit, free RAM, use a smaller model, or --device cpu"
             )
         self.pinned = True
 

@@ -219,13 +219,17 @@ def _attribute(index: int, attribute: int) -> int | None:
 def _check_it_runs(device: torch.device, name: str) -> None:
     """One addition: an exclusive GPU that is taken, a full one, or one that this torch has no kernels for, refuses."""
     try:
-        with torch.cuda.device(device):
-            torch.zeros(1, device=device).add_(1).item()
+        _add_one(device)
     except RuntimeError as error:
         raise UserError(
             f"GPU {device.index} ({name}) cannot be used: {_first_sentence(error)}: give another with --gpu, or give "
             "--device cpu"
         ) from None
+
+
+def _add_one(device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.zeros(1, device=device).add_(1).item()
 
 
 def _first_sentence(error: BaseException) -> str:
