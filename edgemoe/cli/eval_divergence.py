@@ -109,10 +109,11 @@ def divergence(
             "--policy",
             metavar="LIST",
             help="Presets, separated by commas: exact-lru, exact-score, exact-prefetch, cache-prior, psr, psr-gated,"
-            " speculative. Exact routing is run once for all; exact-lru alone makes a reference for eval compare.",
+            " speculative; or policy files of edgemoe tune, with their calibration. Exact routing is run once for all;"
+            " exact-lru alone makes a reference for eval compare.",
         ),
     ] = "psr-gated",
-    residency: shared.Held = "50%",
+    residency: shared.Held = None,
     calibration: given.CalibrationFile = None,
     windows: Annotated[int, typer.Option("--windows", metavar="N", help="Windows of each domain.")] = 8,
     ctx: Annotated[int, typer.Option("--ctx", metavar="T", help="Tokens per window.")] = 256,
@@ -138,20 +139,16 @@ def divergence(
     from edgemoe.errors import UserError
     from edgemoe.evaluation.divergence import Extent, evaluate
     from edgemoe.evaluation.subjects import Runs
-    from edgemoe.evaluation.tuned_for import check_policy_file
     from edgemoe.policy.config import presets
-    from edgemoe.policy.policy_file import calibration_beside
     from edgemoe.progress import progress
     from edgemoe.tracing.texts import Source
-    from edgemoe.units import Residency
 
     names = [name.strip() for name in policy.split(",") if name.strip()]
     if not names or len(set(names)) < len(names):
         raise UserError(f"--policy {policy!r}: expected presets, each once, separated by commas")
     policies = presets(names, **changes.overrides())
-    for name in names:
-        check_policy_file(name, model)
-    places = {name: out if len(names) == 1 else out.with_suffix(f".{name}{out.suffix}") for name in names}
+    point = shared.point_of(names, model, residency, calibration)
+    places = _places(names, out)
     for place in places.values():
         writable_file("-o", place)
         if place.exists() and not overwrite:
@@ -164,8 +161,8 @@ def divergence(
             policies,
             places,
             watch=lambda what, total, unit: progress(what, total, unit, quiet=as_json),
-            residency=Residency.parse(residency),
-            calibration=calibration or calibration_beside(names[0]),
+            residency=point.residency,
+            calibration=point.calibration,
             engine=passes.engine,
             extent=Extent(windows, ctx, selfgen, seed),
             runs=Runs(ctx, passes.threads, passes.dtype, passes.device, passes.chunk, passes.batch),
@@ -174,13 +171,27 @@ def divergence(
     except KeyboardInterrupt:
         print("edgemoe: interrupted: the same command goes on with what is finished", file=sys.stderr)  # noqa: T201
         raise typer.Exit(shared.INTERRUPTED) from None
+    notes = point.notes(next(iter(found.values())).header.config["slots"])
     if as_json:
-        _print_json(found, places)
+        _print_json(found, places, notes)
     else:
-        _print(found, places)
+        _print(found, places, notes)
 
 
-def _print_json(found: Mapping[str, Results], places: Mapping[str, Path]) -> None:
+def _places(names: Sequence[str], out: Path) -> dict[str, Path]:
+    """Where each policy's result goes: OUT, or OUT.NAME where there are several."""
+    from edgemoe.errors import UserError
+
+    if len(names) == 1:
+        return {names[0]: out}
+    short = {name: Path(name).name.removesuffix(".json") for name in names}
+    twice = next((name for at, name in enumerate(short.values()) if name in list(short.values())[:at]), None)
+    if twice:
+        raise UserError(f"--policy: two of them are called {twice}, and so would their results be: rename a file")
+    return {name: out.with_name(f"{out.stem}.{short[name]}{out.suffix}") for name in names}
+
+
+def _print_json(found: Mapping[str, Results], places: Mapping[str, Path], notes: Sequence[str]) -> None:
     import json
 
     from edgemoe.evaluation.divergence import summarise
@@ -195,10 +206,11 @@ def _print_json(found: Mapping[str, Results], places: Mapping[str, Path]) -> Non
         }
         for name, results in found.items()
     ]
-    typer.echo(json.dumps({"model": next(iter(found.values())).header.model.name, "runs": runs}, allow_nan=False))
+    model = next(iter(found.values())).header.model.name
+    typer.echo(json.dumps({"model": model, "runs": runs, "notes": notes}, allow_nan=False))
 
 
-def _print(found: Mapping[str, Results], places: Mapping[str, Path]) -> None:
+def _print(found: Mapping[str, Results], places: Mapping[str, Path], notes: Sequence[str]) -> None:
     from rich.text import Text
 
     from edgemoe.cli.output import console, say, say_notes
@@ -218,7 +230,7 @@ def _print(found: Mapping[str, Results], places: Mapping[str, Path]) -> None:
     counts = ", ".join(f"{task.items} of {domain}" for domain, task in header.tasks.items())
     say(out, f"Windows of {length:,} tokens ({counts}), ± 95% over windows. Excess is the paired difference in ppl.")
     say(out, "KL(exact ‖ steered) in nats; replaced experts and copies are per token, over all layers.")
-    say_notes(out, (), places.values())
+    say_notes(out, notes, places.values())
 
 
 def _tables(out: Console, lines: Sequence[Summary]) -> list[Table]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -100,10 +100,11 @@ def tasks(
         typer.Option(
             "--policy",
             metavar="NAME",
-            help="exact-lru, exact-score, exact-prefetch, cache-prior, psr, psr-gated or speculative: one per run.",
+            help="exact-lru, exact-score, exact-prefetch, cache-prior, psr, psr-gated or speculative; or a policy file"
+            " of edgemoe tune, with its calibration. One per run.",
         ),
     ] = "psr-gated",
-    residency: shared.Held = "50%",
+    residency: shared.Held = None,
     calibration: given.CalibrationFile = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing result, once the new one is whole.")
@@ -121,9 +122,9 @@ def tasks(
     from edgemoe.evaluation.tasks import Asked, evaluate_tasks
     from edgemoe.policy import preset
     from edgemoe.progress import progress
-    from edgemoe.units import Residency
 
     chosen = preset(policy, **changes.overrides())
+    point = shared.point_of([policy], model, residency, calibration)
     asked = Asked(asking.limit, asking.num_fewshot, asking.metric, asking.chat, asking.seed)
     writable_file("-o", out)
     if out.exists() and not overwrite:
@@ -136,8 +137,8 @@ def tasks(
             chosen,
             out,
             watch=lambda what, total, unit: progress(what, total, unit, quiet=as_json),
-            residency=Residency.parse(residency),
-            calibration=calibration,
+            residency=point.residency,
+            calibration=point.calibration,
             engine=running.engine,
             asked=asked,
             setup=Setup(running.ctx, running.threads, running.chunk, running.dtype, running.device, running.batch),
@@ -146,6 +147,7 @@ def tasks(
     except KeyboardInterrupt:
         print("edgemoe: interrupted: the same command goes on with what is finished", file=sys.stderr)  # noqa: T201
         raise typer.Exit(shared.INTERRUPTED) from None
+    report = replace(report, notes=(*report.notes, *point.notes(report.results.header.config["slots"])))
     if as_json:
         _print_json(report, out)
     else:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import pandas as pd
 
     from edgemoe.policy import Policy
@@ -32,7 +34,7 @@ def simulate(
             metavar="LIST",
             help="Eviction rules on the recorded loads (lru, lfu, static-prefix, static-oracle, score, belady) and"
             " presets of Algorithm 1 on the stored scores (exact-lru, exact-score, exact-prefetch, cache-prior, psr,"
-            " psr-gated, speculative), separated by commas.",
+            " psr-gated, speculative) or policy files of edgemoe tune, with their calibration; separated by commas.",
         ),
     ] = "lru,lfu,static-prefix,static-oracle,score,belady",
     layer: Annotated[
@@ -118,6 +120,7 @@ def simulate(
     Algorithm 1 of prefetch-steered routing on the stored scores, reset at each window: what the tiers would decide.
     """
     from edgemoe.cli.options import budget_option, layer_option, writable_file
+    from edgemoe.policy.policy_file import calibration_beside
     from edgemoe.tracing import load_trace
     from edgemoe.tracing.pictures import ENDINGS
     from edgemoe.wall.plan import pinned_in
@@ -141,8 +144,9 @@ def simulate(
     }
     policies = _policies(policy, {name: value for name, value in overrides.items() if value is not None})
     sizes, slot_bytes = _sizes(recorded, model, expert_bytes)
-    known = _calibration(recorded, calibration)
-    run = _Run(recorded, policies, layer_option(layer), known, sizes, as_json, pinned)
+    notes = _check_tuned(recorded, policies)
+    known = _calibration(recorded, calibration or calibration_beside(*policies))
+    run = _Run(recorded, policies, layer_option(layer), known, sizes, as_json, notes, pinned)
     asked = _residencies(capacity, recorded.n_experts, slot_bytes)
     writable_file("--plot", plot, ENDINGS)
     writable_file("--csv", csv)
@@ -173,10 +177,11 @@ class _Run:
         calibration: Calibration,
         sizes: list[int] | None,
         quiet: bool,
+        tuned: list[str],
         pinned: list[tuple[int, ...]] | None,
     ) -> None:
         self.pinned = pinned
-        self.trace, self.calibration, self.sizes, self.quiet = trace, calibration, sizes, quiet
+        self.trace, self.calibration, self.sizes, self.quiet, self.tuned = trace, calibration, sizes, quiet, tuned
         self.layer = "all" if layer is None else layer
         self.policies = {
             name: policy and policy.completed(calibration.delta is not None) for name, policy in policies.items()
@@ -231,7 +236,7 @@ class _Run:
         if any(policy.uses_bonus for policy in steered.values()):
             fixed = any(policy.needs_scale for policy in steered.values())
             said = f"bonus scale: {f'mean range from {known.source}' if fixed else 'running mean of the range'}; {said}"
-        return [*notes, said]
+        return [*notes, said, *self.tuned]
 
 
 def _policies(text: str, overrides: dict[str, Any]) -> dict[str, Policy | None]:
@@ -247,6 +252,20 @@ def _policies(text: str, overrides: dict[str, Any]) -> dict[str, Policy | None]:
             raise UserError(f"no policy {name!r}: {known}")
     steered = presets([name for name in names if name not in RULES], **overrides)
     return {name: steered.get(name) for name in names}
+
+
+def _check_tuned(recorded: Trace, policies: Iterable[str]) -> list[str]:
+    """Refuse policy files that were tuned for another model than the trace's; what to know where it does not say."""
+    from edgemoe.policy.policy_file import is_policy_file, load_policy_file
+
+    notes = []
+    for name in filter(is_policy_file, policies):
+        file = load_policy_file(name)
+        if "header_sha256" in recorded.meta:
+            file.check_trace(name, recorded.meta["header_sha256"])
+        else:
+            notes.append(f"{name} was tuned for {file.model['name']}; this trace does not say which model it is of")
+    return notes
 
 
 def _residencies(text: str, n_experts: int, slot_bytes: int | None) -> dict[int, str]:

@@ -15,7 +15,9 @@ from edgemoe.cli.policy_options import CalibrationFile
 from edgemoe.cli.stopping import interrupt_on_sigterm
 
 if TYPE_CHECKING:
-    from edgemoe.evaluation.tune import Limits, Tuned
+    from edgemoe.evaluation.tune import Limits
+    from edgemoe.evaluation.tuning import Tuned
+    from edgemoe.policy import Policy
 
 
 @spread
@@ -60,8 +62,9 @@ def tune(
         ),
     ] = "0,1",
     widths: Annotated[
-        str, typer.Option("--window", metavar="LIST", help="How many predicted experts are considered.")
-    ] = "8",
+        str,
+        typer.Option("--window", metavar="LIST", help="How many predicted experts are considered, up to the slots."),
+    ] = "4,8",
     gates: Annotated[str, typer.Option("--gate", metavar="LIST", help="none, predicted or both.")] = "none,predicted",
     eviction: Annotated[str, typer.Option("--eviction", metavar="NAME", help="lru, lfu, static or score.")] = "score",
     calibration: CalibrationFile = None,
@@ -75,24 +78,24 @@ def tune(
 ) -> None:
     """Sweep steered policies on text and write the one with the fewest copies within a KL and a perplexity limit.
 
-    edgemoe run, chat, eval and simulate take the file as --policy POLICY.json. Exact routing is always a candidate, so
-    there is always an answer. Interrupted (exit code 130), it writes nothing.
+    Copies are counted as the engine makes them. Exact routing is always a candidate, so there is always an answer.
+    run, chat, simulate, eval divergence and eval tasks take the file as --policy POLICY.json, with the calibration that
+    it names (beside it, or what --calibration was) unless they are given another; they refuse it for another model.
+
+    Interrupted, by Ctrl-C (exit code 130) or a kill, it keeps every finished window, and the same command goes on; so
+    does one with other limits or another grid.
     """
     from edgemoe.cli.options import writable_file
-    from edgemoe.errors import UserError
     from edgemoe.evaluation.divergence import Extent
     from edgemoe.evaluation.subjects import Runs
     from edgemoe.evaluation.tune import Grid, Limits
-    from edgemoe.evaluation.tune import tune as tuned
+    from edgemoe.evaluation.tuning import tune as tuned
     from edgemoe.progress import progress
     from edgemoe.tracing.texts import Source
     from edgemoe.units import Residency
 
     writable_file("-o", out, (".json",))
     writable_file("--plot", plot, (".png", ".svg", ".pdf"))
-    for place in (out, *(() if calibration else (out.with_suffix(".calib"),))):
-        if place.exists() and not overwrite:
-            raise UserError(f"{place}: exists already: choose another name, or give --overwrite")
     limits = Limits(max_kl, _share(max_ppl))
     grid = Grid(
         tuple(_number("--lambda", part) for part in _parts("--lambda", lams)),
@@ -115,9 +118,10 @@ def tune(
             engine=passes.engine,
             extent=Extent(windows, ctx),
             runs=Runs(ctx, passes.threads, passes.dtype, passes.device, passes.chunk, passes.batch),
+            overwrite=overwrite,
         )
     except KeyboardInterrupt:
-        print("edgemoe: interrupted: nothing was written", file=sys.stderr)  # noqa: T201
+        print("edgemoe: interrupted: the same command goes on with what is finished", file=sys.stderr)  # noqa: T201
         raise typer.Exit(shared.INTERRUPTED) from None
     if plot:
         _draw(found, limits, plot)
@@ -179,6 +183,8 @@ def _print_json(found: Tuned, limits: Limits, out: Path, plot: Path | None) -> N
         "measured": found.file.measured,
         "calibrating": dict(found.calibrating),
         "points": points,
+        "resumed": found.resumed,
+        "notes": list(found.notes),
     }
     typer.echo(json.dumps(said, allow_nan=False))
 
@@ -195,7 +201,7 @@ def _print(found: Tuned, limits: Limits, out: Path, plot: Path | None) -> None:
     for point in sorted(found.points, key=lambda p: p.kl.mean):
         marks = ["frontier"] * (point in best) + ["over"] * (not point.within(limits))
         filled.add_row(
-            Text(str(point.policy)),
+            Text(_called(point.policy)),
             f"{point.kl.mean:.4f} ± {point.kl.half_width:.4f}",
             f"{point.perplexity:.2f}",
             f"{100 * point.excess:+.2f}%",
@@ -206,16 +212,31 @@ def _print(found: Tuned, limits: Limits, out: Path, plot: Path | None) -> None:
         )
     screen.print(filled)
     chosen = found.chosen
+    kl, excess = f"{chosen.kl.mean:.4f} ± {chosen.kl.half_width:.4f}", f"{100 * chosen.excess:+.2f}%"
     say(
         screen,
-        f"{found.file.model['name']}, {found.file.slots} slots per layer: {chosen.policy} makes {chosen.copies:.2f} "
-        f"copies per token at a KL of {chosen.kl.mean:.4f} ± {chosen.kl.half_width:.4f} (at most {limits.max_kl:g}) "
-        f"and {100 * chosen.excess:+.2f}% perplexity (at most {100 * limits.max_excess:+g}%).",
+        f"{found.file.model['name']}, {found.file.slots} slots per layer: {_called(chosen.policy)} makes "
+        f"{chosen.copies:.2f} copies per token at a KL of {kl} (at most {limits.max_kl:g}) and {excess} perplexity "
+        f"(at most {100 * limits.max_excess:+g}%).",
     )
     halves = ", ".join(f"the first {format_bytes(cut)} of {name}" for name, cut in found.calibrating.items())
-    say(screen, f"Calibrated on {halves or 'the given file'}; measured on {found.windows} windows of the rest.")
+    on = f"Calibrated on {halves}; measured on {found.windows} windows of the rest."
+    say(screen, on if halves else f"Calibrated by the given file; measured on {found.windows} windows.")
     beside = [] if not found.calibrating else [out.with_suffix(".calib")]
-    say_notes(screen, (), [out, *beside, *([plot] if plot else [])])
+    notes = list(found.notes)
+    if found.resumed:
+        notes.append(f"{found.resumed:,} windows of policies had been measured by a run that was interrupted")
+    say_notes(screen, notes, [out, *beside, *([plot] if plot else [])])
+
+
+def _called(policy: Policy) -> str:
+    """`psr λ=0.15 n=1 w=8, gated`: what the grid varies."""
+    if not policy.uses_bonus:
+        return f"exact, {policy.eviction}"
+    if policy.prefetch == "none":
+        return f"cache-prior λ={policy.lam:g}"
+    gated = "" if policy.gate == "none" else ", gated"
+    return f"psr λ={policy.lam:g} n={policy.insertions} w={policy.window}{gated}"
 
 
 def _draw(found: Tuned, limits: Limits, path: Path) -> None:

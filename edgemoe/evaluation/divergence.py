@@ -18,7 +18,7 @@ from edgemoe.evaluation.results import Header, Item, ModelId, Results, Task
 from edgemoe.evaluation.subject import Subject
 from edgemoe.evaluation.subjects import Runs, check_model, default_engine, subject
 from edgemoe.evaluation.windows import SELFGEN, fingerprint_of, text_windows
-from edgemoe.evaluation.writer import ResultWriter
+from edgemoe.evaluation.writer import ResultWriter, refuse_input
 from edgemoe.gpu_offload.vocabulary import open_vocabulary
 from edgemoe.model import read_model
 from edgemoe.policy import Policy
@@ -68,6 +68,8 @@ def evaluate(
         raise ValueError("the windows have one length")
     if extent.selfgen == 1 or extent.selfgen < 0:
         raise UserError(f"--selfgen {extent.selfgen}: an interval needs at least 2 windows")
+    for place in out.values():
+        refuse_input(place, sources)
     contents = read_sources(sources)
     model = read_model(path)
     check_model(model, extent.length)

@@ -27,6 +27,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = self._opened()
+        self._ours = False
         self.lines = 0
         """Finished ones; the header does not count."""
 
@@ -41,12 +42,13 @@ class Journal:
         lines = whole.split(b"\n") if whole else []
         if lines and overwrite and _other(lines[0], header):
             lines, torn = [], raw
+        if lines and (other := _other(lines[0], header)):
+            raise UserError(f"{self.path}: {other}: delete it to start again, or name another file")
+        self._ours = True
         if not lines:
             self._file.truncate(0)
             self._write(header)
             return []
-        if other := _other(lines[0], header):
-            raise UserError(f"{self.path}: {other}: delete it to start again, or name another file")
         if torn:
             self._file.truncate(len(whole) + 1)
         self.lines = len(lines) - 1
@@ -69,10 +71,13 @@ class Journal:
         """Take the file away: what it kept is elsewhere."""
         with suppress(OSError):
             self.path.unlink()
-        self.close()
+        self._file.close()
 
     def close(self) -> None:
-        """Let go of the file; what is in it stays. May be called again."""
+        """Let go of the file; the finished lines in it stay, and without any it goes. May be called again."""
+        if self._ours and not self.lines and not self._file.closed:
+            with suppress(OSError):
+                self.path.unlink()
         self._file.close()
 
     def __enter__(self) -> "Journal":
@@ -122,15 +127,15 @@ def _other(line: bytes, header: Mapping[str, Any]) -> str:
         found = None
     if not isinstance(found, dict) or found.get("format") != header["format"]:
         return "not what an interrupted evaluation leaves"
-    changed = changed_field(found, json.loads(json.dumps(header)))
+    changed = _changed(found, json.loads(json.dumps(header)))
     return f"begun under another configuration ({changed})" if changed else ""
 
 
-def changed_field(old: Any, new: Any, place: str = "") -> str:
+def _changed(old: Any, new: Any, place: str = "") -> str:
     """The first field in which two headers differ, with both values: `config.policy.lam was 0.2, is now 0.3`."""
     if isinstance(old, dict) and isinstance(new, dict):
         names = {**old, **new}
-        found = {name: changed_field(old.get(name), new.get(name), f"{place}.{name}".strip(".")) for name in names}
+        found = {name: _changed(old.get(name), new.get(name), f"{place}.{name}".strip(".")) for name in names}
         # The hash follows from the config, and says less.
         said = [text for name, text in found.items() if text and name != "config_hash"]
         return said[0] if said else found.get("config_hash", "")

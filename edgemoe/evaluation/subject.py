@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from edgemoe.calibration import Calibration
 from edgemoe.errors import UserError
 from edgemoe.evaluation.llamacpp_divergence import forced
 from edgemoe.evaluation.token_metrics import WindowMetrics, compare_rows
@@ -25,6 +26,9 @@ class Subject(Protocol):
 
     slots: int
     """C: slots per layer."""
+
+    def use(self, calibration: Calibration) -> None:
+        """From now on with this warm set, bonus scale and token prior."""
 
     def completed(self, policy: Policy) -> Policy:
         """As this engine runs it: without a calibration, a fixed bonus scale becomes a running one."""
@@ -59,15 +63,23 @@ def is_exact(policy: Policy) -> bool:
 class TokenByToken:
     """A `Subject` whose engines decode one token after the other, as generation does.
 
-    opened: an engine under a policy, with its decisions recorded. One engine is open at a time, so that a run needs
-    the memory of one; logits of exact routing are computed once for a few windows, for all policies.
+    opened: an engine under a policy and a calibration, with its decisions recorded. One engine is open at a time, so
+    that a run needs the memory of one; logits of exact routing are computed once for a few windows, for all policies.
     """
 
     slots = 0
     """Known from `check` on."""
 
-    def __init__(self, opened: Callable[[Policy], AbstractContextManager[Engine]]) -> None:
-        self._opened, self._n_vocab = opened, 1
+    def __init__(
+        self, opened: Callable[[Policy, Calibration | None], AbstractContextManager[Engine]], known: Calibration | None
+    ) -> None:
+        self._engine, self._known, self._n_vocab = opened, known, 1
+
+    def _opened(self, policy: Policy) -> AbstractContextManager[Engine]:
+        return self._engine(policy, self._known)
+
+    def use(self, calibration: Calibration) -> None:
+        self._known = calibration
 
     def check(self, policies: Sequence[Policy]) -> None:
         for policy in policies:

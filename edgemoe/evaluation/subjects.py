@@ -57,10 +57,7 @@ def subject(name: str, model: Model, residency: Residency, calibration: Path | N
         raise UserError(f"{model.path}: torch runs Hugging Face folders: give one, or --engine llama.cpp")
     if name == "llama.cpp" and model.format != "GGUF":
         raise UserError(f"{model.path}: llama.cpp runs GGUF files: give one, or --engine torch")
-    known = None
-    if calibration is not None:
-        # A folder has no GGUF header that a calibration could name; engines compare their shapes.
-        known = load_calibration(calibration, model if model.format == "GGUF" else None)
+    known = None if calibration is None else calibration_of(model, calibration)
     try:
         if name == "llama.cpp":
             return LlamaCpp(model, residency, known, runs)
@@ -68,6 +65,12 @@ def subject(name: str, model: Model, residency: Residency, calibration: Path | N
     except ModuleNotFoundError as error:
         extra = "gpu" if name == "offload" else "eval"
         raise UserError(f"--engine {name} needs {error.name}: pip install edgemoe[{extra}]") from None
+
+
+def calibration_of(model: Model, path: Path) -> Calibration:
+    """The calibration of a model; `UserError` if it is another's. A folder has no GGUF header that a calibration could
+    name: engines compare their shapes."""
+    return load_calibration(path, model if model.format == "GGUF" else None)
 
 
 def check_model(model: Model, length: int) -> None:
@@ -95,7 +98,7 @@ class LlamaCpp(TokenByToken):
     def __init__(self, model: Model, residency: Residency, known: Calibration | None, runs: Runs) -> None:
         from edgemoe.streaming.engine import StreamingEngine
 
-        def opened(policy: Policy) -> AbstractContextManager[Engine]:
+        def opened(policy: Policy, known: Calibration | None) -> AbstractContextManager[Engine]:
             return StreamingEngine(
                 model.path,
                 policy=policy,
@@ -107,8 +110,8 @@ class LlamaCpp(TokenByToken):
                 record=True,
             )
 
-        super().__init__(opened)
-        self._known, self._runs, self._threads = known, runs, runs.threads or default_threads()
+        super().__init__(opened, known)
+        self._runs, self._threads = runs, runs.threads or default_threads()
 
     def completed(self, policy: Policy) -> Policy:
         if policy.elide:
@@ -135,7 +138,7 @@ class Offload(TokenByToken):
 
         from edgemoe.gpu_offload.engine import OffloadEngine
 
-        def opened(policy: Policy) -> AbstractContextManager[Engine]:
+        def opened(policy: Policy, known: Calibration | None) -> AbstractContextManager[Engine]:
             return OffloadEngine(
                 model.path,
                 policy=policy,
@@ -148,8 +151,8 @@ class Offload(TokenByToken):
                 record=True,
             )
 
-        super().__init__(opened)
-        self._known, self._runs, self._threads = known, runs, runs.threads or torch.get_num_threads()
+        super().__init__(opened, known)
+        self._runs, self._threads = runs, runs.threads or torch.get_num_threads()
         self._dtype, self._version = runs.dtype or "bfloat16", torch.__version__
 
     def completed(self, policy: Policy) -> Policy:
@@ -189,6 +192,9 @@ class Harness:
         self._model, _ = load(model.path, dtype=runs.dtype or "bfloat16", device=runs.device or "cpu")
         self._known, self._runs = known, runs
         self.slots = residency.slots(find_routers(self._model)[0].n_experts)
+
+    def use(self, calibration: Calibration) -> None:
+        self._known = calibration
 
     def completed(self, policy: Policy) -> Policy:
         return policy.completed(self._known is not None)

@@ -4,7 +4,7 @@
 `finish` writes OUT in one step and takes the partial file away.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -12,6 +12,7 @@ from edgemoe.errors import UserError
 from edgemoe.evaluation.journal import Journal
 from edgemoe.evaluation.results import DAMAGE, PARTIAL, Header, Item, Results, check_item
 from edgemoe.files import parse_json, whole_file
+from edgemoe.tracing.texts import Source
 
 
 def partial_path(out: Path) -> Path:
@@ -23,6 +24,13 @@ def refuse_existing(out: Path, overwrite: bool) -> None:
     """Raise `UserError` where a file is there that nobody said to replace."""
     if out.exists() and not overwrite:
         raise UserError(f"{out}: exists already: choose another name, or give --overwrite")
+
+
+def refuse_input(out: Path, sources: Sequence[Source]) -> None:
+    """Raise `UserError` where a file would be written over a text that the run reads."""
+    for source in sources:
+        if out.exists() and source.path.exists() and out.samefile(source.path):
+            raise UserError(f"{out}: is one of the texts: choose another name")
 
 
 class ResultWriter:

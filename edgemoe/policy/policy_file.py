@@ -4,7 +4,7 @@ JSON, to be read by people too. It holds for one model, whose fingerprint it car
 for, with the calibration that lies beside it: commands take it wherever they take a preset's name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ class PolicyFile:
     residency: str  # as it was asked for
     slots: int  # C: slots per layer, what that became
     model: Mapping[str, str]  # name, and the fingerprint of its weights as result files carry it
+    header_sha256: tuple[str, ...]  # the model again, as traces and calibrations name it
     calibration: str  # file, relative to this one
     measured: Mapping[str, float]
     texts: tuple[Mapping[str, Any], ...] = ()
@@ -41,6 +42,7 @@ class PolicyFile:
             "residency": self.residency,
             "slots": self.slots,
             "model": dict(self.model),
+            "header_sha256": list(self.header_sha256),
             "calibration": self.calibration,
             "measured": dict(self.measured),
             "texts": [dict(text) for text in self.texts],
@@ -54,6 +56,11 @@ class PolicyFile:
             raise UserError(
                 f"{path}: tuned for {self.model['name']}, not for this model's weights: run `edgemoe tune` on this one"
             )
+
+    def check_trace(self, path: str | Path, header_sha256: Sequence[str]) -> None:
+        """Raise `UserError` unless a trace with these fingerprints is of the model that was tuned."""
+        if tuple(header_sha256) != self.header_sha256:
+            raise UserError(f"{path}: tuned for {self.model['name']}, the trace is of another model: tune that one")
 
 
 def is_policy_file(name: str | None) -> bool:
@@ -78,6 +85,7 @@ def load_policy_file(path: str | Path) -> PolicyFile:
             str(said["residency"]),
             int(said["slots"]),
             {name: str(said["model"][name]) for name in ("name", "weights")},
+            tuple(map(str, said["header_sha256"])),
             str(said["calibration"]),
             dict(said["measured"]),
             tuple(said["texts"]),
@@ -88,14 +96,24 @@ def load_policy_file(path: str | Path) -> PolicyFile:
     return found
 
 
-def calibration_beside(name: str | None) -> Path | None:
-    """The calibration that a policy file was tuned with; None for a preset's name.
+def calibration_beside(*names: str | None) -> Path | None:
+    """The calibration that these policy files were tuned with; None for presets' names alone.
 
-    Raises `UserError` where it is gone: another warm set or bonus scale is another operating point.
+    Raises `UserError` where it is gone, since another warm set or bonus scale is another operating point, and for files
+    that were tuned with different ones.
     """
-    if name is None or not is_policy_file(name):
-        return None
-    path = Path(name).parent / load_policy_file(name).calibration
-    if not path.is_file():
-        raise UserError(f"{name}: its calibration {path} is not there: put it back, or give one with --calibration")
-    return path
+    found: list[tuple[str, Path]] = []
+    for name in names:
+        if name is None or not is_policy_file(name):
+            continue
+        path = Path(name).parent / load_policy_file(name).calibration
+        if not path.is_file():
+            raise UserError(f"{name}: its calibration {path} is not there: put it back, or give one with --calibration")
+        found.append((name, path))
+    for name, path in found[1:]:
+        if path.read_bytes() != found[0][1].read_bytes():
+            raise UserError(
+                f"{found[0][0]} and {name} were tuned with different calibrations, a run has one: run them one by one, "
+                "or give --calibration"
+            )
+    return found[0][1] if found else None

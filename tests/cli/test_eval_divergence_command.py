@@ -70,6 +70,7 @@ def test_a_reference_and_policies_to_compare_with_it(folder: Path) -> None:
         (("-f", "none.txt"), "none.txt: cannot be read"),
         (("--calibration", "other.calib", "--window", "6"), "not of this"),
         (("-o", "there.json"), "there.json: exists already"),
+        (("-o", "prose.txt", "--overwrite"), "prose.txt: is one of the texts"),
         (("--ctx", "9000"), "longer than the context of 4,096 tokens"),
         (("--ctx", "4000", "-f", "code.txt"), "code: its text fills 1 windows"),
     ],

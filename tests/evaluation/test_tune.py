@@ -52,7 +52,7 @@ def test_lambda_is_refined_where_the_budget_is_crossed() -> None:
 
 
 def test_the_grid_starts_exact_and_leaves_out_what_means_nothing() -> None:
-    grid = Grid((0.1, 0.2), (0, 1, "unbounded"), (1, 8), ("none",)).policies()
+    grid = Grid((0.1, 0.2), (0, 1, "unbounded"), (1, 8), ("none",)).policies(slots=8)
     assert grid[0] == Policy() and len(grid) == len(set(grid))
     # Exact twice; per λ: no prefetch, n = 1 at two windows, unbounded at w = 8 (at w = 1 it is n = 1).
     assert len(grid) == 2 + 2 * (1 + 2 + 1)
@@ -60,7 +60,9 @@ def test_the_grid_starts_exact_and_leaves_out_what_means_nothing() -> None:
 
 
 def written(path: Path) -> PolicyFile:
-    file = PolicyFile(preset("psr", lam=0.15), "25%", 16, {"name": "m", "weights": "ab"}, "p.calib", {"kl": 0.01})
+    file = PolicyFile(
+        preset("psr", lam=0.15), "25%", 16, {"name": "m", "weights": "ab"}, ("12",), "p.calib", {"kl": 0.01}
+    )
     file.save(path)
     return file
 
