@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from edgemoe.bench.gpu.generation import Generated
+    from edgemoe.bench.gpu.rows import Row
     from edgemoe.bench.gpu.run import Report
 
 
@@ -38,6 +40,9 @@ def _head(report: Report) -> str:
     if (rates := report.rates) is not None:
         link = f"{format_bytes(rates.link)}/s in large copies, {format_bytes(rates.link_expert)}/s in copies of "
         lines.append(f"link {link}{format_bytes(report.expert_bytes)}; memory {format_bytes(rates.memory)}/s")
+        least = next((row.memory_s for row in report.rows if row.memory_s), None)
+        if least is not None:
+            lines.append(f"reading the active weights once takes {1e3 * least:.2f} ms per token")
     if (far := report.far) is not None:
         lines.append(
             f"everything resident, context of {far.position:,}: {1e3 * far.token_s:.2f} ms per token, its memory's "
@@ -50,20 +55,18 @@ def _rows(report: Report) -> Table:
     from edgemoe.cli.output import table
 
     made = table(
-        *("ms per token", "slots", "executor", "mean", "p50", "p99", "least", "× least"),
-        *("link", "memory", "above floor", "per copy", "KL", "config"),
-        left=("executor",),
+        *("ms per token", "slots", "mean", "p50", "p99", "least", "× least", "link", "above floor", "per copy"),
+        *("KL", "config"),
     )
     for row in report.rows:
         if row.problem:
             continue
         made.add_row(
-            row.name,
-            f"{row.slots} ({row.share})",
-            row.executor,
+            _name(row),
+            str(row.slots),
             *(_ms(value) for value in (row.mean, row.p50, row.p99, row.timeline_s)),
             _number(row.over_timeline),
-            *(_ms(value) for value in (row.link_s, row.memory_s, row.above_floor, row.per_copy)),
+            *(_ms(value) for value in (row.link_s, row.above_floor, row.per_copy)),
             "–" if row.kl is None else f"{row.kl:.4f}",
             row.config,
         )
@@ -75,19 +78,17 @@ def _copies(report: Report) -> Table:
     from edgemoe.units import format_bytes
 
     made = table(
-        *("copies per token", "slots", "executor", "all", "demand", "prefetch", "in time", "late", "unused"),
-        *("bytes", "decided", "replaced", "as decided"),
-        left=("executor",),
+        *("copies per token", "slots", "demand", "prefetch", "in time", "late", "unused", "bytes"),
+        *("decided", "replaced", "as decided"),
     )
     for row in report.rows:
         if row.problem or not row.copies:
             continue
-        decided = f"{row.decided_demand or 0:.2f} + {row.decided_prefetch or 0:.2f}"
+        decided = f"{row.decided_demand or 0:.2f}+{row.decided_prefetch or 0:.2f}"
         made.add_row(
-            row.name,
-            f"{row.slots} ({row.share})",
-            row.executor,
-            *(_number(value) for value in (row.copies, row.demand, row.prefetch, row.in_time, row.late, row.unused)),
+            _name(row),
+            str(row.slots),
+            *(_number(value) for value in (row.demand, row.prefetch, row.in_time, row.late, row.unused)),
             format_bytes(row.copied_bytes or 0.0),
             decided,
             _number(row.replaced),
@@ -102,9 +103,17 @@ def _ratios(report: Report) -> Table:
     made = table("takes as long", "as", "slots", "ratio", "95%", "p", "the paper's", left=("as", "the paper's"))
     for one in report.beside:
         ratio = one.ratio
-        where = f"{one.slots} ({one.share})" + ("" if one.executor in ("device", "both") else f", {one.executor}")
+        host = ", host-driven" if one.executor == "host" else ""
         interval = f"{ratio.low:.2f}–{ratio.high:.2f}"
-        made.add_row(one.slower, one.faster, where, f"{ratio.ratio:.2f}", interval, f"{ratio.p:.2g}", one.paper)
+        made.add_row(
+            one.slower + host,
+            one.faster + host,
+            str(one.slots),
+            f"{ratio.ratio:.2f}",
+            interval,
+            f"{ratio.p:.2g}",
+            one.paper,
+        )
     return made
 
 
@@ -116,7 +125,7 @@ def _equal_kl(report: Report) -> Table:
         ratio = one.ratio
         interval = f"{ratio.low:.3f}–{ratio.high:.3f}"
         made.add_row(
-            one.row, f"{one.slots} ({one.share})", f"{one.kl:.4f}", one.family, f"{ratio.ratio:.3f}", interval,
+            one.row, str(one.slots), f"{one.kl:.4f}", one.family, f"{ratio.ratio:.3f}", interval,
             f"{ratio.p:.2g}",
         )  # fmt: skip
     return made
@@ -125,11 +134,9 @@ def _equal_kl(report: Report) -> Table:
 def _generated(report: Report) -> Table:
     from edgemoe.cli.output import table
 
-    made = table("free generation", "slots", "executor", "prompt ms", "ms per token", "copies", left=("executor",))
+    made = table("free generation", "slots", "prompt ms", "ms per token", "copies")
     for one in report.generated:
-        made.add_row(
-            one.name, str(one.slots), one.executor, _ms(one.first_token_s), _ms(one.token_s), _number(one.copies)
-        )
+        made.add_row(_name(one), str(one.slots), _ms(one.first_token_s), _ms(one.token_s), _number(one.copies))
     return made
 
 
@@ -147,7 +154,7 @@ def _against(report: Report) -> Table:
         if row.mean:
             made.add_row(
                 split.share, str(split.n_cpu_moe), str(split.threads), _ms(split.token_s), "best",
-                f"{row.name}, {row.executor}", f"{split.token_s / row.mean:.2f}",
+                _name(row), f"{split.token_s / row.mean:.2f}",
             )  # fmt: skip
     return made
 
@@ -191,6 +198,10 @@ def _notes(report: Report) -> list[str]:
             "everything resident, divided among its parts as their bytes are"
         )
     return notes
+
+
+def _name(row: Row | Generated) -> str:
+    return row.name + (", host-driven" if row.executor == "host" else "")
 
 
 def _ms(seconds: float | None) -> str:

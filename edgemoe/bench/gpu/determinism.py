@@ -18,7 +18,7 @@ from edgemoe.bench.gpu.subject import Subject
 from edgemoe.errors import UserError
 from edgemoe.generation.options import Options
 from edgemoe.gpu_offload.executor import Executor
-from edgemoe.policy import Policy
+from edgemoe.policy import preset
 from edgemoe.progress import Advance, no_progress
 
 LOGICAL, PHYSICAL = "logical", "physical"
@@ -64,7 +64,7 @@ def ways(subject: Subject, link: float) -> Iterator[tuple[str, str, str, dict[st
     slowed = {"link_gbps": _SLOW * link / 1e9}
     held = {"delay_s": 2 * subject.weights.arena.expert_bytes / link, "seed": 1}
     for cache in (LOGICAL, PHYSICAL):
-        physical = {"physical": "arrived"} if cache == PHYSICAL else {}
+        physical = {"physical": "issued"} if cache == PHYSICAL else {}
         for count in (2, 1, 4):
             yield HOST, cache, f"{count} in flight", {"in_flight": count, **physical}
         yield HOST, cache, f"link slowed to {_SLOW:.0%}", {**slowed, **physical}
@@ -72,10 +72,10 @@ def ways(subject: Subject, link: float) -> Iterator[tuple[str, str, str, dict[st
         yield HOST, cache, "again", physical
 
 
-def determinism(
-    subject: Subject, policy: Policy, slots: int, link: float, count: int, advance: Advance = no_progress
-) -> list[Run]:
-    """Decode `count` greedy tokens behind one prompt in every way."""
+def determinism(subject: Subject, slots: int, link: float, count: int, advance: Advance = no_progress) -> list[Run]:
+    """Decode `count` greedy tokens behind one prompt in every way, by the policy of the paper's Table 1: Cache-Prior
+    λ = 0.2 with the A priority and every predicted expert prefetched."""
+    policy = preset("psr", window=min(8, slots), budget="unbounded").completed(subject.estimated)
     prompt = subject.prompts[0]
     count = min(count, context(subject) - len(prompt))
     found: list[Run] = []

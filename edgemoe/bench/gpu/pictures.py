@@ -74,11 +74,12 @@ def _decomposition(rows: Sequence[Row], shares: Sequence[str], title: str) -> An
             heights = np.array([getattr(row, name) or 0.0 for row in found])
             axis.bar(places, heights, bottom=bottom, color=colour, width=0.7, label=label)
             bottom += heights
+        axis.set_ylim(0, 1.3 * max(float(bottom.max()), 1.0))
         axis.set_xticks(places, [_label(row) for row in found], rotation=30, ha="right", fontsize=7)
         axis.set_ylabel(f"{share}: copies per token")
         times = axis.twinx()
         times.plot(places, [1e3 * (row.mean or 0.0) for row in found], "ko", ms=4)
-        times.set_ylim(bottom=0)
+        times.set_ylim(0, 1.3e3 * max(row.mean or 0.0 for row in found))
         times.set_ylabel("ms per token (dots)")
     axes[0].legend(fontsize=6)
     return figure

@@ -5,9 +5,8 @@ from typing import Any
 
 from edgemoe.bench.gpu.against import Split
 from edgemoe.bench.gpu.determinism import verdict
-from edgemoe.bench.gpu.rows import Row
+from edgemoe.bench.gpu.rows import Row, is_preset
 from edgemoe.bench.gpu.run import Report
-from edgemoe.policy import preset
 
 FAR_MS, FAR_SHARE, TIMELINE = 0.9, 0.60, 1.20
 AGAINST = {"50%": 4.0, "25%": 2.5}  # times llama.cpp, of psr-gated at λ = 0.2
@@ -41,8 +40,8 @@ def bars(report: Report) -> list[Bar]:
             Bar("text on the logical cache, however bytes are moved", None, "one and the same", said["logical"])
         )
     if said["physical"] is not None:
-        what = "text routed on the physical cache"
-        found.append(Bar(what, None, "differs", not said["physical"]))
+        what = "text or residents, routed on the physical cache"
+        found.append(Bar(what, None, "differ", not said["physical"]))
     decided = [row.agrees for row in report.rows if row.agrees is not None]
     if decided:
         found.append(Bar("residents of every row as the host's Algorithm 1 has them", None, "equal", all(decided)))
@@ -50,7 +49,7 @@ def bars(report: Report) -> list[Bar]:
 
 
 def _is_bar(row: Row) -> bool:
-    return row.policy_hash in (preset("psr-gated").hash, preset("exact-lru").hash) and row.share in ("50%", "25%")
+    return (is_preset(row, "psr-gated") or is_preset(row, "exact-lru")) and row.share in AGAINST
 
 
 def _against(report: Report) -> list[Bar]:
@@ -58,8 +57,7 @@ def _against(report: Report) -> list[Bar]:
     for split, row in against_best(report):
         if row.mean is None or row.executor != "device" or not _is_bar(row):
             continue
-        steered = row.policy_hash == preset("psr-gated").hash
-        bar = AGAINST[row.share] if steered else None
+        bar = AGAINST[row.share] if is_preset(row, "psr-gated") else None
         times = split.token_s / row.mean
         what = f"{row.name} at {row.share}: times llama.cpp at equal expert memory"
         found.append(Bar(what, times, f"≥ {bar:g}" if bar else "shown", times >= bar if bar else None))

@@ -14,7 +14,7 @@ from edgemoe.bench.gpu.limits import Rates, compute_of
 from edgemoe.bench.gpu.measure import Timed
 from edgemoe.bench.gpu.subject import Subject
 from edgemoe.bench.gpu.timeline import timeline
-from edgemoe.policy import Policy
+from edgemoe.policy import preset
 from edgemoe.stats import Ratio, log_ratio
 
 QUANTILES = 101
@@ -186,22 +186,27 @@ class Beside:
 PAPER = {"exact-lru": "2.2–2.3 (λ 0.3 at 50%, 0.25 at 25%)", "cache-prior": "1.33 at 50%, 1.43 at 25% (λ 0.3 and 0.25)"}
 
 
-def beside(rows: Sequence[Row], references: Sequence[Policy]) -> list[Beside]:
-    """Every row with another policy against the rows of `references`' policies with the same slots and executor.
+def is_preset(row: Row, name: str) -> bool:
+    """Whether a row's policy is a preset, wherever its bonus scale comes from."""
+    return {**row.policy, "scale": ""} == {**asdict(preset(name)), "scale": ""}
+
+
+def beside(rows: Sequence[Row]) -> list[Beside]:
+    """Every other row against those of psr and psr-gated with the same slots and executor.
 
     Paired t-tests on log latency over rounds (PSR §6.1); where there are fewer than 2 rounds, nothing.
     """
-    hashes = {policy.hash for policy in references}
     found = []
     for fast in rows:
-        if fast.policy_hash not in hashes:
+        if not (is_preset(fast, "psr") or is_preset(fast, "psr-gated")):
             continue
         for slow in rows:
             same = (slow.slots, slow.executor) == (fast.slots, fast.executor)
             paired = min(len(slow.rounds), len(fast.rounds)) >= 2 and len(slow.rounds) == len(fast.rounds)
             if slow is fast or not same or not paired:
                 continue
-            paper = PAPER.get(slow.name, "") if fast.name == "psr" else ""
+            known = next((said for name, said in PAPER.items() if is_preset(slow, name)), "")
+            paper = known if is_preset(fast, "psr") else ""
             ratio = log_ratio(slow.rounds, fast.rounds)
             found.append(Beside(slow.name, fast.name, fast.share, fast.slots, fast.executor, ratio, paper))
     return found

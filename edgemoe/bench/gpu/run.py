@@ -26,13 +26,13 @@ from edgemoe.bench.gpu.pool import Pool
 from edgemoe.bench.gpu.rows import Beside, Row, beside, executors_beside, rows_of
 from edgemoe.bench.gpu.subject import Subject, check_device, model_subject, replayed_subject
 from edgemoe.errors import UserError
-from edgemoe.policy import Policy, preset
+from edgemoe.policy import Policy
 from edgemoe.progress import Advance, no_progress
 from edgemoe.units import Residency
 
 Watch = Callable[[str, int, str], AbstractContextManager[Advance]]
 DEFAULT_GEOMETRY = "olmoe-1b-7b"
-REFERENCES = ("psr", "psr-gated")  # whose rows the others are held against
+_RESERVE = 0.2  # of the time that was given: for what follows the rounds
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,7 @@ def _measure(
 ) -> None:
     arms = arms_of(settings, subject)
     report.rates = rates = measure_rates(subject.weights, subject.device)
+    _far(subject, report)
     with watch("preparing the rows", len(arms), "rows") as advance:
         timed = prepare(subject, pool, arms, advance)
 
@@ -150,7 +151,9 @@ def _measure(
 
     total = settings.rounds * len(arms) * sum(len(window) for window in subject.windows)
     with watch("decoding", total, "tokens") as advance:
-        report.ended = rounds(subject, pool, timed, settings.rounds, until, note, advance)
+        further = settings.generate or settings.determinism
+        stop = until - _RESERVE * (settings.seconds or 0) if until is not None and further else until
+        report.ended = rounds(subject, pool, timed, settings.rounds, stop, note, advance)
     report.interrupted = report.ended.why == "interrupted"
     note()
     if not report.interrupted:
@@ -182,20 +185,24 @@ def _further(
         saved(report)
     pool.close()  # the rest makes executors of its own
     assert report.rates is not None
-    if subject.device == "cuda" and there_is_time():
-        try:
-            report.far = measure_far(subject, report.rates, 128)
-        except (UserError, torch.cuda.OutOfMemoryError) as error:
-            report.notes += (
-                f"everything resident at a context of 1024 was not measured: {str(error).splitlines()[0]}",
-            )
-        saved(report)
     if settings.determinism and there_is_time():
-        slots = Residency.parse(settings.residencies[-1]).slots(subject.weights.shape.n_experts)
-        policy = next((one for name, one in settings.policies.items() if name.startswith("psr")), preset("psr"))
+        share, experts = Residency.parse(settings.residencies[-1]), subject.weights.shape.n_experts
+        slots = share.slots(experts, subject.weights.shape.n_layers * subject.weights.arena.expert_bytes)
         with watch("determinism", 20, "runs") as advance:
-            report.determinism = determinism(subject, policy, slots, report.rates.link, settings.determinism, advance)
+            report.determinism = determinism(subject, slots, report.rates.link, settings.determinism, advance)
         saved(report)
+
+
+def _far(subject: Subject, report: Report) -> None:
+    if subject.device != "cuda":
+        return
+    assert report.rates is not None
+    try:
+        report.far = measure_far(subject, report.rates, 128)
+    except (UserError, torch.cuda.OutOfMemoryError) as error:
+        why = str(error).splitlines()[0]
+        report.notes += (f"everything resident at a context of 1024 was not measured: {why}",)
+    torch.cuda.empty_cache()
 
 
 def arms_of(settings: Settings, subject: Subject) -> list[Arm]:
@@ -205,14 +212,13 @@ def arms_of(settings: Settings, subject: Subject) -> list[Arm]:
     arms = [replace(resident_arm(subject), executor=executor) for executor in executors]
     for share, executor, (name, policy) in product(settings.residencies, executors, settings.policies.items()):
         slots = Residency.parse(share).slots(n_experts, layer * subject.weights.arena.expert_bytes)
-        arms.append(Arm(name, policy, slots, executor, share))
+        arms.append(Arm(name, policy.completed(subject.estimated), slots, executor, share))
     return arms
 
 
 def _fill(report: Report, subject: Subject, timed: Sequence[Timed], rates: Rates, quality: Quality) -> None:
     report.rows = rows = rows_of(subject, timed, rates, quality.kl)
-    references = [preset(name) for name in REFERENCES]
-    report.beside = beside(rows, references) + executors_beside(rows)
+    report.beside = beside(rows) + executors_beside(rows)
     report.equal_kl = at_equal_kl(rows)
 
 

@@ -55,6 +55,11 @@ class Subject:
             prior=known if known and policy.uses_prior else None,
         )
 
+    @property
+    def estimated(self) -> bool:
+        """Whether the bonus scale is known from other text."""
+        return self.recording is not None or self.calibration is not None
+
     def routing(self, window: int) -> Routing | None:
         """What the routers said in this window, where that was recorded and does not depend on the policy."""
         return self.recording.windows[window] if self.recording else None
