@@ -199,6 +199,8 @@ def as_json(report: Report) -> dict[str, Any]:
             "disk": limits.ssd.label,
             "rates": {tier: asdict(speed) for tier, speed in limits.machine.speeds.items()},
         },
+        "machine": {"cpu": limits.profile.host.label, "ram_bytes": limits.profile.host.ram_bytes},
+        "read_ahead_bytes": report.read_ahead,
         "threads": report.threads,
         "readers": report.readers,
         "quick": report.quick,

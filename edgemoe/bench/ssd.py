@@ -6,7 +6,7 @@ Cases run one after the other; within a case, both sides take turns. Everything 
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +16,11 @@ from edgemoe.bench.case import Case, Outcome, Setting
 from edgemoe.bench.limits import Limits, Missed, Prediction, Watch, measure_limits, predict, probe_disk, refine
 from edgemoe.bench.loads import Shape, fit_trace, forced_ids, shape_of, written
 from edgemoe.bench.memory_group import Hierarchy, find_hierarchy
+from edgemoe.bench.needs import check_memory
 from edgemoe.errors import UserError
 from edgemoe.llamacpp.session import default_threads
 from edgemoe.machine.memory import ram
+from edgemoe.machine.page_cache import read_ahead
 from edgemoe.machine.profile import Profile
 from edgemoe.model import Model
 from edgemoe.policy import Policy, preset
@@ -68,7 +70,7 @@ class Result:
 @dataclass(frozen=True)
 class Report:
     """All of a run. `no_mmap` says why nothing stands beside, where nothing does. `disk_after` is the disk's rate when
-    all was over, to be held against the first probe."""
+    all was over, to be held against the first probe; `read_ahead`: bytes that the kernel reads around a page fault."""
 
     shape: Shape
     model_bytes: int
@@ -83,6 +85,7 @@ class Report:
     quality: Sequence[quality.Point]
     no_mmap: str
     disk_after: float
+    read_ahead: int | None
 
 
 def bench_ssd(settings: Settings, watch: Watch) -> Report:
@@ -94,7 +97,9 @@ def bench_ssd(settings: Settings, watch: Watch) -> Report:
     trace = _trace(settings, watch)
     shape = shape_of(settings.size, trace.n_experts, trace.top_k)
     limit = settings.ram or round(shape.nbytes / RATIO)
+    cases = list(_cases(settings.streams))
     _check(settings, trace, limit)
+    check_memory(shape, cases, limit)
     hierarchy = find_hierarchy()
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="edgemoe-bench-")))
@@ -104,7 +109,7 @@ def bench_ssd(settings: Settings, watch: Watch) -> Report:
         limits = measure_limits(model, settings.readers, settings.threads, settings.quick, watch, settings.profile)
         place = None if isinstance(hierarchy, str) else hierarchy
         setting = Setting(model.files[0], limit, settings.threads, settings.readers, place, settings.effort)
-        cases = list(_cases(fitted, settings.streams, folder))
+        cases = [_recorded(one, fitted, folder) for one in cases]
         alone = _resident(cases, model, setting, watch)
         results = [_run(one, setting, model, limits, fitted, alone, watch) for one in cases]
         points = quality.measure_quality(quality.QUICK if settings.quick else quality.Extent(), settings.threads, watch)
@@ -123,6 +128,7 @@ def bench_ssd(settings: Settings, watch: Watch) -> Report:
             quality=points,
             no_mmap=_why_not(hierarchy),
             disk_after=after.random_expert(limits.piece, settings.readers),
+            read_ahead=read_ahead(model.files[0]),
         )
 
 
@@ -172,15 +178,22 @@ def _check(settings: Settings, trace: Trace, limit: int) -> None:
         )
 
 
-def _cases(trace: Trace, streams: Sequence[int], folder: Path) -> Iterator[Case]:
+def _cases(streams: Sequence[int]) -> Iterator[Case]:
     exact = preset("exact-lru")
     yield Case(RANDOM, 1, "exact-lru", exact)
     for count in streams:
-        ids = folder / f"{count}.npy"
-        np.save(ids, forced_ids(trace, count))
-        yield Case(RECORDED, count, "exact-lru", exact, str(ids))
+        yield Case(RECORDED, count, "exact-lru", exact)
     for name, policy in EARLY.items():
         yield Case(RANDOM, 1, name, policy, beside_mmap=False)
+
+
+def _recorded(one: Case, trace: Trace, folder: Path) -> Case:
+    """A case with the file of its routing, where that is recorded."""
+    if one.load != RECORDED:
+        return one
+    ids = folder / f"{one.streams}.npy"
+    np.save(ids, forced_ids(trace, one.streams))
+    return replace(one, forced=str(ids))
 
 
 def _resident(cases: Sequence[Case], model: Model, setting: Setting, watch: Watch) -> dict[int, float]:

@@ -56,8 +56,9 @@ class RunRoom:
 def run_room(model: Model, policy: str, n_ctx: int) -> RunRoom:
     """Of a preset by name; of any other policy, exact LRU's."""
     from edgemoe.policy import PRESETS, Policy
+    from edgemoe.streaming.budget import expert_pages
 
-    return RunRoom(model, PRESETS.get(policy, Policy()), n_ctx, _in_pages(model))
+    return RunRoom(model, PRESETS.get(policy, Policy()), n_ctx, expert_pages(model))
 
 
 def notes_on_plan(answer: Answer) -> list[str]:
@@ -73,16 +74,3 @@ def notes_on_plan(answer: Answer) -> list[str]:
     if need <= ram:
         return []
     return [f"edgemoe run --plan needs about {format_bytes(need)} of RAM for this plan: its process on top"]
-
-
-def _in_pages(model: Model) -> list[int]:  # [L]
-    """An expert of each MoE layer, its slices in whole pages, as the store of a run holds them."""
-    from mmap import PAGESIZE
-
-    from edgemoe.streaming.skeleton import is_streamed
-
-    sizes = dict.fromkeys(model.geometry.moe_layers, 0)
-    for tensor in filter(is_streamed, model.tensors):
-        assert tensor.layer is not None
-        sizes[tensor.layer] += (-(-(tensor.nbytes // model.geometry.n_experts) // PAGESIZE) + 1) * PAGESIZE
-    return list(sizes.values())

@@ -20,6 +20,7 @@ import numpy as np
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PROCESS_IO = Path("/proc/self/io")
 MEMBERSHIP = Path("/proc/self/cgroup")
+BDI = Path("/sys/class/bdi")
 
 MOST_OF = 0.95
 AS_FAST_AS_CACHE = 0.8
@@ -135,3 +136,13 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def read_ahead(path: Path) -> int | None:
+    """Bytes that the kernel reads around a page fault in a file, wanted or not; None where it does not say."""
+    device = path.stat().st_dev
+    try:
+        text = (BDI / f"{os.major(device)}:{os.minor(device)}" / "read_ahead_kb").read_text()
+        return int(text) * 1024
+    except (OSError, ValueError):
+        return None

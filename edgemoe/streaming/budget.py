@@ -5,6 +5,7 @@ number of slots would vary, and with that what steered routing executes.
 """
 
 from dataclasses import dataclass
+from mmap import PAGESIZE
 
 from edgemoe.errors import UserError
 from edgemoe.model import Model, Part
@@ -58,6 +59,15 @@ def fixed_bytes(model: Model, policy: Policy, *, n_ctx: int, chunk: int, kv_type
     decisions = pregates + rows_at_once * rows + (24 + 40 * streams) * rows
     kv = streams * round(geometry.kv.at(n_ctx) * KV_SCALE[kv_type])
     return RUNTIME_BYTES + dense + kv + work + logits + decisions
+
+
+def expert_pages(model: Model) -> list[int]:  # [L]
+    """Bytes of RAM that an expert of each MoE layer takes: its slices in whole pages, as the store holds them."""
+    sizes = dict.fromkeys(model.geometry.moe_layers, 0)
+    for tensor in filter(is_streamed, model.tensors):
+        assert tensor.layer is not None
+        sizes[tensor.layer] += (-(-(tensor.nbytes // model.geometry.n_experts) // PAGESIZE) + 1) * PAGESIZE
+    return list(sizes.values())
 
 
 def budget(

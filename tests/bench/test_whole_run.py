@@ -16,7 +16,7 @@ from edgemoe.bench.memory_group import find_hierarchy
 from edgemoe.model import read_model
 from edgemoe.model.synthetic import write_synthetic
 from edgemoe.policy import Policy
-from edgemoe.streaming.budget import budget_of_streams
+from edgemoe.streaming.budget import budget_of_streams, expert_pages
 
 SIZE = 16_000_000
 HIERARCHY = find_hierarchy()
@@ -29,10 +29,9 @@ def ram(tmp_path_factory):
     shape = shape_of(SIZE, n_experts=64)
     [path] = write_synthetic(tmp_path_factory.mktemp("shape") / "hole.gguf", hole=True, **shape.fields)
     model = read_model(path)
-    pages = [size + 6 * 4096 for size in model.geometry.expert_bytes]
     needs = [
         budget_of_streams(
-            model, Policy(), streams, n_ctx=n_ctx, kv_type="f16", expert_bytes=pages, chunk=1, slots=22
+            model, Policy(), streams, n_ctx=n_ctx, kv_type="f16", expert_bytes=expert_pages(model), chunk=1, slots=22
         ).total
         for streams, n_ctx in ((1, 256), (2, 64))
     ]
@@ -76,6 +75,8 @@ def test_every_figure_is_there(tmp_path, ram):
         assert ours["reading"]["reads"] > 0 and 0 <= ours["reading"]["hit_rate"] < 1
     assert report["cases"][2]["sides"][0]["reading"]["early"] > 0
     assert report["limits"]["disk_bytes_per_s"] > 0 and report["bars"]
+    assert report["machine"]["cpu"] and report["machine"]["ram_bytes"] > 0
+    assert report["read_ahead_bytes"] is None or report["read_ahead_bytes"] % 4096 == 0
     points = report["quality"]
     assert len(points) == 10 and len({point["config"] for point in points}) == 10
     for point in points:

@@ -36,4 +36,12 @@ def test_what_it_refuses(refused, tmp_path):
     assert "32 streams need" in refused("--dir", tmp_path, "--trace", trace)
     assert "expected 16.0 MB" in refused("--dir", tmp_path, "--trace", trace, "--size", "1MB")
     assert "lower --ram or --size" in refused("--dir", tmp_path, "--trace", trace, "--streams", "1", "--ram", "900TB")
+    few = refused("--dir", tmp_path, "--trace", trace, "--streams", "1", "--ram", "100MB")
+    assert few.count("\n") == 1 and "100 MB of memory are too little for random ×1 speculative" in few
+    least = int(few.split("give --ram ")[1].split("MB")[0])
+    almost = refused("--dir", tmp_path, "--trace", trace, "--streams", "1", "--ram", f"{least - 2}MB")
+    assert f"give --ram {least}MB" in almost
+    many = short_trace(tmp_path / "many.npz", 600)
+    few = refused("--dir", tmp_path, "--trace", many, "--ram", f"{least}MB")
+    assert "recorded ×32" in few and "or fewer --streams" in few
     assert "missing.npz" in refused("--dir", tmp_path, "--trace", tmp_path / "missing.npz")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from edgemoe.machine.disk import disk_of
-from edgemoe.machine.page_cache import Evidence, drop_pages, fetched_bytes, resident_share
+from edgemoe.machine.page_cache import Evidence, drop_pages, fetched_bytes, read_ahead, resident_share
 
 MB = 1 << 20
 
@@ -83,3 +83,13 @@ def test_a_group_counts_where_the_process_is_not_counted(tmp_path: Path) -> None
     assert fetched_bytes(tmp_path / "no", tmp_path / "cgroup", tmp_path / "membership") == 1234
     assert fetched_bytes(tmp_path / "no", tmp_path / "no", tmp_path / "membership") is None
     assert fetched_bytes(tmp_path / "no", tmp_path / "no", tmp_path / "no") is None
+
+
+def test_the_kernel_says_how_far_it_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = tmp_path.stat().st_dev
+    place = tmp_path / "bdi" / f"{os.major(device)}:{os.minor(device)}"
+    monkeypatch.setattr("edgemoe.machine.page_cache.BDI", tmp_path / "bdi")
+    assert read_ahead(tmp_path) is None
+    place.mkdir(parents=True)
+    (place / "read_ahead_kb").write_text("128\n")
+    assert read_ahead(tmp_path) == 128 * 1024
