@@ -95,7 +95,8 @@ class Records:
         self.traced_tokens = 0
 
     def about(self, writer: Writer, run: dict[str, Any]) -> None:
-        """Say in the trace what ran."""
+        """Say in the trace what ran; where a line per token is asked for, have it decoded by itself."""
+        writer.context.singly = self._metrics is not None
         if self.live:
             policy = getattr(writer.engine, "policy", None)
             self.live.about(

@@ -43,6 +43,8 @@ class Context:
         self.tokens: list[int] = []
         self.reused = 0
         """Tokens of the last prompt that were there already."""
+        self.singly = False
+        """Whether an engine that could choose many tokens at once chooses one at a time, so that each has its figures."""
 
     def prefill(self, prompt: Sequence[int]) -> np.ndarray:
         """The logits after `prompt`, [V]; of the memory, what agrees with it stays. Raises as `Engine.prefill`."""
@@ -152,7 +154,9 @@ def generate(
 def _following(context: Context, draft: Draft, token: int, options: Options) -> Iterator[Step]:
     """The next token after this one, or as many as the engine chooses at once."""
     engine, start = context.engine, time.perf_counter()
-    block = min(engine.block, draft.left, engine.n_ctx - engine.position) if isinstance(engine, Choosing) else 1
+    block = 1
+    if isinstance(engine, Choosing) and not context.singly:
+        block = min(engine.block, draft.left, engine.n_ctx - engine.position)
     if block == 1:
         logits = context.decode(token)
         yield draft.take(logits, engine.position < engine.n_ctx, start)

@@ -50,6 +50,18 @@ def test_blocks_give_the_text_of_single_tokens(
     assert all(step.seconds > 0 for step in steps)
 
 
+def test_tokens_whose_figures_are_asked_for_are_chosen_one_at_a_time(
+    blocks: OffloadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(blocks)
+    text = writer.write(TEXT, **OPTIONS)
+    writer.context.singly = True
+    monkeypatch.setattr(blocks.executor, "extend", lambda *_: pytest.fail("it was asked for a block"))
+    loads = [blocks.stats().loads for _ in writer.stream(TEXT, **OPTIONS)]
+    assert writer.write(TEXT, **OPTIONS) == text
+    assert np.array_equal(np.diff(loads), np.full(20, TINY["n_layers"] * TINY["top_k"]))
+
+
 def test_a_full_context_ends_the_text(blocks: OffloadEngine) -> None:
     writer = Writer(blocks)
     steps = list(writer.stream(TEXT, temperature=0.0, ignore_eos=True))
