@@ -1,6 +1,7 @@
 """A report as figures: one row per side of each case, the bars that the tier is held to, and one JSON object."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -74,7 +75,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that the tier is held to. `holds` is None where it could not be measured."""
+    """Something that the tier is held to. `holds` is None where it could not be measured; `why` says why not, or what a
+    miss is owed to."""
 
     what: str
     value: float | None
@@ -140,28 +142,52 @@ def over_longest(row: Row) -> float | None:
     return row.step_s / max(reading.alone_s, reading.compute_s)
 
 
+def reason(what: str, side: dict[str, Any]) -> str:
+    """What a missed bar of this name is owed to. side: the tier's side of the case, as in `as_json`."""
+    if what.endswith("max(reads, computing) − 1"):
+        return "exact routing: a layer's reads begin when its router has spoken, so they and computing take turns"
+    if what.endswith("a reused buffer / the wait"):
+        return "that buffer stays in the processor's cache, as no expert's memory does: the bar above is like with like"
+    reading = side["reading"]
+    if what.endswith("step / max(reads, computing)") and reading["in_time"] is not None:
+        waits = f"{1e3 * reading['wait_s']:.0f} of {1e3 * side['step_s']:.0f} ms are still waited for"
+        return f"{reading['in_time']:.0%} of the reads that were issued early were there in time, {waits}"
+    return f"{side['steps']} steps in {side['rounds']} rounds that differ by ±{side['spread']:.0%}"
+
+
 def bars(report: Report) -> list[Bar]:
     """What is promised of the tier, and whether this run keeps it."""
-    found = []
+    return [
+        found if found.holds is not False else replace(found, why=found.why or said) for found, said in _bars(report)
+    ]
+
+
+def _bars(report: Report) -> Iterator[tuple[Bar, str]]:
+    """Each with what a miss would be owed to."""
     for result in report.results:
-        ours, name = rows_of(result)[0], result.outcome.case.name
-        reading = ours.reading
-        if reading is None:
-            found.append(Bar(name, None, "measured", None, ours.problem))
-            continue
-        if result.outcome.case.beside_mmap and ours.streams == 1:
-            found.append(_speedup(report, result, name))
-        for into, share in (("memory as experts' is", reading.alone_share), ("a reused buffer", reading.buffer_share)):
-            if share is not None:
-                what = f"{name}: the same reads alone, into {into} / the wait"
-                found.append(Bar(what, share, f"≥ {REPLAY:g}", share >= REPLAY))
-        if reading.early >= EARLY and (longest := over_longest(ours)) is not None:
-            found.append(Bar(f"{name}: step / max(reads, computing)", longest, f"≤ {LONGEST}", longest <= LONGEST))
-        if result.prediction is not None and result.outcome.case.forced:
-            said = result.prediction
-            for what, error in (("max(reads, computing)", said.error), ("reads + computing", said.serial_error)):
-                off = error(ours.tokens_per_s)
-                found.append(Bar(f"{name}: measured / the wall's {what} − 1", off, f"± {WALL:g}", abs(off) <= WALL))
+        side = asdict(rows_of(result)[0])
+        yield from ((bar, reason(bar.what, side) if side["reading"] else "") for bar in _bars_of(report, result))
+
+
+def _bars_of(report: Report, result: Result) -> list[Bar]:
+    found = []
+    ours, name = rows_of(result)[0], result.outcome.case.name
+    reading = ours.reading
+    if reading is None:
+        return [Bar(name, None, "measured", None, ours.problem)]
+    if result.outcome.case.beside_mmap and ours.streams == 1:
+        found.append(_speedup(report, result, name))
+    for into, share in (("memory as experts' is", reading.alone_share), ("a reused buffer", reading.buffer_share)):
+        if share is not None:
+            what = f"{name}: the same reads alone, into {into} / the wait"
+            found.append(Bar(what, share, f"≥ {REPLAY:g}", share >= REPLAY))
+    if reading.early >= EARLY and (longest := over_longest(ours)) is not None:
+        found.append(Bar(f"{name}: step / max(reads, computing)", longest, f"≤ {LONGEST}", longest <= LONGEST))
+    if result.prediction is not None and result.outcome.case.forced:
+        said = result.prediction
+        for what, error in (("max(reads, computing)", said.error), ("reads + computing", said.serial_error)):
+            off = error(ours.tokens_per_s)
+            found.append(Bar(f"{name}: measured / the wall's {what} − 1", off, f"± {WALL:g}", abs(off) <= WALL))
     return found
 
 
