@@ -125,17 +125,16 @@ class DeviceExecutor:
 
     def _captured(self, launch: Callable[[], None]) -> Callable[[], None]:
         """A graph of `launch`. Its warm-up does nothing: the text has ended, as far as the kernels know."""
-        aim = self._control.clone()
+        aim, stream = self._control.clone(), self._program.stream
+        assert stream is not None
         self._control[STATE] = NOT_FINITE
-        side = torch.cuda.Stream(self._device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.stream(stream):
             for _ in range(_WARM_UP):
                 launch()
-        torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             launch()
         self._control.copy_(aim)
         return graph.replay

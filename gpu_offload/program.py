@@ -22,20 +22,32 @@ from edgemoe.gpu_offload.weights import Weights
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """How the work of a token is cut: rows of a matrix per block, columns at once, warps. Decides no token's experts
-    beyond rounding; part of the config hash."""
+class Cut:
+    """How a product is cut: rows of the matrix per block, columns at once, warps, registers of a thread at most."""
 
-    rows: int = 16
-    expert_rows: int = 8
-    down_rows: int = 8
-    router_rows: int = 2
-    columns: int = 512
+    rows: int
+    columns: int
     warps: int = 4
-    splits: int = 8
-    copy_blocks: int = 8
+    registers: int | None = None
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the work of a token is cut. Decides no token's experts beyond rounding; part of the config hash."""
+
+    qkv: Cut = Cut(4, 2048)
+    o: Cut = Cut(2, 2048)
+    router: Cut = Cut(1, 2048)
+    gate_and_up: Cut = Cut(4, 2048, warps=8)
+    down: Cut = Cut(4, 512)
+    output: Cut = Cut(4, 2048)
+    splits: int = 16  # of a head's positions
+    positions: int = 64  # at once
+    copy_blocks: int = 16
     copy_warps: int = 8
     delay: int = 0
+    early: bool | None = None
+    """Start a kernel's blocks while the one before runs (`kernels.ordering`). None: where the GPU can."""
 
 
 def _blocks(size: int, rows: int) -> tuple[int]:
@@ -80,7 +92,11 @@ class TokenProgram:
         self.keys, self.values = (torch.zeros(size, dtype=weights.dtype, device=device) for _ in range(2))
         self.cos, self.sin = (angles.to(device) for angles in rotations(n_ctx, shape.d_head, shape.rope_theta))
         self.drain = 1 << 20  # chunks that are moved after a decision, where nothing is concurrent
-        self._side = torch.cuda.Stream(device) if concurrent else None
+        # Two in a row are two: torch hands out 32 in turns, and what forks onto its own stream would wait for itself.
+        self.stream, self._side = (torch.cuda.Stream(device) if concurrent else None for _ in range(2))
+        able = concurrent and torch.cuda.get_device_capability(device) >= (9, 0)
+        self._early = able if tuning.early is None else tuning.early and able
+        self._following = {"EARLY": self._early, **({"launch_pdl": True} if self._early else {})}
 
     def launch(self) -> None:
         """Append the token that `control` says, where it says; logits in `logits`. Nothing, once the text has ended."""
@@ -100,63 +116,66 @@ class TokenProgram:
         self._decide(None, 0)
         for layer in range(shape.n_layers):
             self._attention(layer)
-            self._product(self.x, w.layers[layer].ffn_norm, w.routers[layer : layer + 2], self._routed[layer], True)
+            routers, scores = w.routers[layer : layer + 2], self._routed[layer]
+            self._product(self.x, w.layers[layer].ffn_norm, routers, scores, self.tuning.router)
             self._decide(layer, layer + 1 if layer + 1 < shape.n_layers else None)
             self._experts(layer)
-        self._product(self.x, w.norm, w.output, self.logits)
+        self._product(self.x, w.norm, w.output, self.logits, self.tuning.output)
         self._join(joined)
 
-    def _product(
-        self, x: torch.Tensor, norm: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor, router: bool = False
-    ) -> None:
-        t, width = self.tuning, matrix.shape[-1]
-        count, rows = matrix.numel() // width, t.router_rows if router else t.rows
-        dense.normed_product[_blocks(count, rows)](
+    def _product(self, x: torch.Tensor, norm: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor, cut: Cut) -> None:
+        width = matrix.shape[-1]
+        count = matrix.numel() // width
+        dense.normed_product[_blocks(count, cut.rows)](
             x, norm, matrix, out, self._stop, self.weights.shape.norm_eps,
-            N_ROWS=count, WIDTH=width, ROWS=rows, BLOCK=t.columns, num_warps=t.warps,
+            N_ROWS=count, WIDTH=width, **self._options(cut),
         )  # fmt: skip
+
+    def _options(self, cut: Cut) -> dict[str, Any]:
+        limit = {"maxnreg": cut.registers} if cut.registers else {}
+        return {"ROWS": cut.rows, "BLOCK": cut.columns, "num_warps": cut.warps, **limit, **self._following}
 
     def _attention(self, layer: int) -> None:
         w, shape, t = self.weights.layers[layer], self.weights.shape, self.tuning
-        self._product(self.x, w.attn_norm, w.qkv, self._qkv)
+        self._product(self.x, w.attn_norm, w.qkv, self._qkv, t.qkv)
         attention.attend[(shape.n_heads, t.splits)](
             self._qkv, w.q_norm, w.k_norm, self.cos, self.sin, self.keys[layer], self.values[layer], self._position,
             self._partial, self._ended, self._y, self._stop, shape.norm_eps, shape.clip_qkv or 0.0, self.n_ctx,
             N_HEADS=shape.n_heads, N_KV=shape.n_kv_heads, D=shape.d_head,
             Q_P=triton.next_power_of_2(shape.d_query), KV_P=triton.next_power_of_2(shape.d_kv),
-            SPLITS=t.splits, BLOCK=32, CLIPS=shape.clip_qkv is not None, num_warps=4,
+            SPLITS=t.splits, BLOCK=t.positions, CLIPS=shape.clip_qkv is not None, num_warps=4, **self._following,
         )  # fmt: skip
-        dense.added_product[_blocks(shape.d_model, t.down_rows)](
-            self._y, w.o, self.x, self._stop,
-            N_ROWS=shape.d_model, WIDTH=shape.d_query, ROWS=t.down_rows, BLOCK=t.columns, num_warps=t.warps,
-        )  # fmt: skip
+        dense.added_product[_blocks(shape.d_model, t.o.rows)](
+            self._y, w.o, self.x, self._stop, N_ROWS=shape.d_model, WIDTH=shape.d_query, **self._options(t.o)
+        )
 
     def _decide(self, layer: int | None, following: int | None) -> None:
         policy, r = self.policy, self.records
         scores = None if layer is None else self.scores[layer, 0]
         pregate = None if layer is None or following is None or not policy.uses_pregate else self.scores[layer, 1]
         arguments, constants = policy.arguments(layer, following, scores, pregate)
+        early = {"EARLY": False} if layer is None else self._following
         deciding.decide[(1,)](
             *arguments, self._stop, *r.arguments,
             C=r.slots.capacity, CHUNKS=r.chunks,
-            LANES=max(32, triton.next_power_of_2(max(policy.width, policy.budget))), **constants,
+            LANES=max(32, triton.next_power_of_2(max(policy.width, policy.budget))), **constants, **early,
         )  # fmt: skip
         if not self.concurrent:
             self._serve(blocks=1, drain=self.drain)
 
     def _experts(self, layer: int) -> None:
-        w, shape, t, r, lists = self.weights, self.weights.shape, self.tuning, self.records, self.policy.decisions
+        w, shape, t, r = self.weights, self.weights.shape, self.tuning, self.records
         slots = r.slots.bytes.view(w.dtype)
         d, f = shape.d_model, shape.d_expert
-        grid = (shape.top_k, _blocks(f, t.expert_rows)[0])
-        experts.gate_and_up[grid](
-            self.x, w.layers[layer].ffn_norm, slots, lists.slots, lists.counts, self._hidden, self._stop,
-            shape.norm_eps, *self._memory(), r.experts, r.claims, r.after, r.done, r.current, r.queue, layer,
-            WIDTH=shape.top_k, D=d, F=f, ROWS=t.expert_rows, BLOCK=t.columns, num_warps=t.warps, **self._copying(),
+        width = self.policy.width
+        experts.gate_and_up[width, _blocks(f, t.gate_and_up.rows)[0]](
+            self.x, w.layers[layer].ffn_norm, slots, r.tickets, self._hidden, self._stop, shape.norm_eps,
+            *self._memory(), r.experts, r.claims, r.after, r.done, r.queue, layer,
+            WIDTH=width, D=d, F=f, **self._copying(), **self._options(t.gate_and_up),
         )  # fmt: skip
-        experts.down[_blocks(d, t.down_rows)](
-            self.x, slots, lists.slots, lists.weights, lists.counts, self._hidden, self._stop, layer,
-            C=r.slots.capacity, WIDTH=shape.top_k, D=d, F=f, ROWS=t.down_rows, BLOCK=t.columns, num_warps=t.warps,
+        experts.down[_blocks(d, t.down.rows)](
+            self.x, slots, r.tickets, self.policy.decisions.weights, self._hidden, self._stop, layer,
+            WIDTH=width, D=d, F=f, **self._options(t.down),
         )  # fmt: skip
 
     def _memory(self) -> tuple[torch.Tensor, torch.Tensor]:

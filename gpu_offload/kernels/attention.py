@@ -5,6 +5,8 @@ heads times splits, and only where there are tokens. The block of a head that en
 import triton
 import triton.language as tl
 
+from edgemoe.gpu_offload.kernels.ordering import await_previous
+
 
 @triton.jit
 def normed(  # type: ignore[no-untyped-def]
@@ -32,10 +34,21 @@ def rotated(straight, crossed, cos, sin, D: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
+def taken_in(q, k, v, there, best, total, mixed):  # type: ignore[no-untyped-def]
+    """Softmax over some more positions: k, v [N, D], there [N]. best, total and mixed [D] are of those so far."""
+    score = tl.where(there, tl.sum(k.to(tl.float32) * q[None, :], 1), -float("inf"))
+    above = tl.maximum(best, tl.max(score, 0))
+    base = tl.where(above == -float("inf"), 0.0, above)
+    weight = tl.exp(score - base)
+    shrink = tl.exp(best - base)
+    return above, total * shrink + tl.sum(weight, 0), mixed * shrink + tl.sum(v.to(tl.float32) * weight[:, None], 0)
+
+
+@triton.jit
 def attend(  # type: ignore[no-untyped-def]
     qkv, q_norm, k_norm, cos, sin, keys, values, position, partial, ended, y, stop, eps, clip, n_ctx,
     N_HEADS: tl.constexpr, N_KV: tl.constexpr, D: tl.constexpr, Q_P: tl.constexpr, KV_P: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, CLIPS: tl.constexpr
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, CLIPS: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """Append this token's key and value, and attend over one split of the positions up to it. Grid: (heads, SPLITS).
 
@@ -43,47 +56,54 @@ def attend(  # type: ignore[no-untyped-def]
     int32. Out: y [H·D] float32. Between the blocks of a head: partial [H, SPLITS, D + 2] float32, the maximum, the sum
     and the weighted values of each split; ended [H] int32, how many are there, zero again afterwards.
     """
-    if tl.load(stop) == 0:
-        head = tl.program_id(0)
-        split = tl.program_id(1)
-        kv = head // (N_HEADS // N_KV)
-        here = tl.load(position)
-        at = tl.arange(0, D)
-        angle_cos = tl.load(cos + here.to(tl.int64) * D + at)
-        angle_sin = tl.load(sin + here.to(tl.int64) * D + at)
+    head = tl.program_id(0)
+    split = tl.program_id(1)
+    kv = head // (N_HEADS // N_KV)
+    at = tl.arange(0, D)
+    nth = tl.arange(0, BLOCK)
+    stopped = tl.load(stop)
+    here = tl.load(position)
+    # Splits are whole blocks. The first is asked for before this token's query is there.
+    span = tl.cdiv(tl.cdiv(here + 1, BLOCK), SPLITS) * BLOCK
+    begin = split * span
+    end = tl.minimum(begin + span, here + 1)
+    cache = kv.to(tl.int64) * n_ctx * D
+    rows = begin + nth
+    places = cache + rows.to(tl.int64)[:, None] * D + at[None, :]
+    k = tl.load(keys + places, mask=(rows < here)[:, None], other=0.0, cache_modifier=".cg")
+    v = tl.load(values + places, mask=(rows < here)[:, None], other=0.0, cache_modifier=".cg")
+    angle_cos = tl.load(cos + here.to(tl.int64) * D + at)
+    angle_sin = tl.load(sin + here.to(tl.int64) * D + at)
+    await_previous(EARLY)
+    if stopped == 0:
         straight, crossed = normed(qkv, q_norm, head, eps, clip, N_HEADS * D, Q_P, D, CLIPS)
         q = rotated(straight, crossed, angle_cos, angle_sin, D) * (1.0 / tl.sqrt(float(D)))
-        cache = kv.to(tl.int64) * n_ctx * D
-        # Splits are whole blocks, so that the one with the last position is the only one that reads it.
-        span = tl.cdiv(tl.cdiv(here + 1, BLOCK), SPLITS) * BLOCK
-        first = split * span
-        last = tl.minimum(first + span, here + 1)
-        if (first <= here) & (here < first + span):
+        new_k = tl.zeros((D,), keys.dtype.element_ty)
+        new_v = new_k
+        if (begin <= here) & (here < begin + span):
             new = qkv + N_HEADS * D
             straight, crossed = normed(new, k_norm, kv, eps, clip, N_KV * D, KV_P, D, CLIPS)
-            k = rotated(straight, crossed, angle_cos, angle_sin, D)
-            v = tl.load(new + N_KV * D + kv * D + at)
+            new_k = rotated(straight, crossed, angle_cos, angle_sin, D).to(keys.dtype.element_ty)
+            fresh = tl.load(new + N_KV * D + kv * D + at)
             if CLIPS:
-                v = tl.minimum(tl.maximum(v, -clip), clip)
-            tl.store(keys + cache + here.to(tl.int64) * D + at, k.to(keys.dtype.element_ty))
-            tl.store(values + cache + here.to(tl.int64) * D + at, v.to(values.dtype.element_ty))
-            tl.debug_barrier()  # the loop below reads them back, by other threads
-        best = -float("inf")
-        total = 0.0
-        mixed = tl.zeros((D,), tl.float32)
-        for start in range(first, last, BLOCK):
-            rows = start + tl.arange(0, BLOCK)
-            there = rows < last
+                fresh = tl.minimum(tl.maximum(fresh, -clip), clip)
+            new_v = fresh.to(keys.dtype.element_ty)
+            tl.store(keys + cache + here.to(tl.int64) * D + at, new_k)
+            tl.store(values + cache + here.to(tl.int64) * D + at, new_v)
+        mine = (rows == here)[:, None]
+        best, total, mixed = taken_in(
+            q, tl.where(mine, new_k[None, :], k), tl.where(mine, new_v[None, :], v), rows < end,
+            -float("inf"), 0.0, tl.zeros((D,), tl.float32),
+        )  # fmt: skip
+        for start in range(begin + BLOCK, end, BLOCK):
+            rows = start + nth
             places = cache + rows.to(tl.int64)[:, None] * D + at[None, :]
-            k = tl.load(keys + places, mask=there[:, None], other=0.0).to(tl.float32)
-            score = tl.where(there, tl.sum(k * q[None, :], 1), -float("inf"))
-            above = tl.maximum(best, tl.max(score, 0))
-            weight = tl.exp(score - above)
-            shrink = tl.exp(best - above)
-            v = tl.load(values + places, mask=there[:, None], other=0.0).to(tl.float32)
-            mixed = mixed * shrink + tl.sum(v * weight[:, None], 0)
-            total = total * shrink + tl.sum(weight, 0)
-            best = above
+            k = tl.load(keys + places, mask=(rows < here)[:, None], other=0.0)
+            v = tl.load(values + places, mask=(rows < here)[:, None], other=0.0)
+            mine = (rows == here)[:, None]
+            best, total, mixed = taken_in(
+                q, tl.where(mine, new_k[None, :], k), tl.where(mine, new_v[None, :], v), rows < end, best, total, mixed
+            )
         out = partial + (head * SPLITS + split) * (D + 2)
         tl.store(out, best)
         tl.store(out + 1, total)

@@ -15,7 +15,8 @@ waits for it (`await_copy`). That is what makes waiting safe:
 - No slot is written before its last reader has finished: a slot of a layer is read by that layer's products only, and
   what goes into it is decided after those of the token before.
 - Bytes are seen by who may read them: all threads store, the block meets (barrier), one thread adds to `done` with
-  release; the reader's thread reads it with acquire, its block meets, and plain loads follow, never the read-only path.
+  release; the reader's thread reads it with acquire, its block meets, and loads follow that go past the L1 cache and
+  never the read-only path. What was there when a layer decided, the end of that kernel has made visible.
 - Counters cannot wrap: they start anew with every copy, and grow by at most one per block and look.
 
 A prefetch that nobody began before the token ended stays where it is: the next token that executes the expert finds its
@@ -28,11 +29,18 @@ import triton.language as tl
 CANCELLED = tl.constexpr(1 << 20)  # more claims than any copy has chunks
 PATIENCE = tl.constexpr(1 << 22)  # looks before a spin gives up: seconds
 
+# Tickets, [L, k] int32: what a layer executes, for those who execute it. Not negative: a record to wait for; negative:
+# −1 − the place of a slot whose bytes are there.
+NO_TICKET = tl.constexpr(-(1 << 30))
+
 # Words of `queue`, [8] int32.
 DEMAND_TAIL = tl.constexpr(0)
 PREFETCH_TAIL = tl.constexpr(1)
 FINISHED = tl.constexpr(2)
-ERROR = tl.constexpr(3)
+ERROR = tl.constexpr(3)  # bits, one for each kind of spin that gave up
+CANCELLED_COPY = tl.constexpr(1)
+EXPERT = tl.constexpr(2)
+DECISION = tl.constexpr(4)
 
 # Words of `tally`, [8] int64: running totals, as `edgemoe.gpu_offload.executor.Counters` has them.
 LOADS = tl.constexpr(0)
@@ -42,6 +50,12 @@ PREFETCH = tl.constexpr(3)
 IN_TIME = tl.constexpr(4)
 LATE = tl.constexpr(5)
 UNUSED = tl.constexpr(6)
+
+
+@triton.jit
+def place_of(ticket):  # type: ignore[no-untyped-def]
+    """layer · C + slot."""
+    return tl.where(ticket >= 0, ticket // 2, -1 - ticket)
 
 
 @triton.jit
@@ -57,7 +71,7 @@ def move_chunk(  # type: ignore[no-untyped-def]
         seen = tl.atomic_add(done + (record ^ 1), 0, sem="acquire")
         looks += 1
     if seen < before:
-        tl.atomic_xchg(queue + ERROR, 1)
+        tl.atomic_or(queue + ERROR, CANCELLED_COPY)
     place = record // 2
     source = arena + ((place // C) * E + tl.load(experts + record)).to(tl.int64) * WORDS
     target = slots + place.to(tl.int64) * WORDS
@@ -86,20 +100,20 @@ def await_copy(  # type: ignore[no-untyped-def]
         arrived = tl.atomic_add(done + record, 0, sem="acquire")
         looks += 1
     if arrived < CHUNKS:
-        tl.atomic_xchg(queue + ERROR, 2)
+        tl.atomic_or(queue + ERROR, EXPERT)
     tl.debug_barrier()
 
 
 @triton.jit
 def issue(  # type: ignore[no-untyped-def]
     layer, following, slots_out, copies, counts, claims, done, after, experts, current, asked,
-    demand_queue, prefetch_queue, queue, tally,
+    tickets, demand_queue, prefetch_queue, queue, tally,
     C: tl.constexpr, WIDTH: tl.constexpr, BUDGET: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
     SELECTED: tl.constexpr, PREFETCHED: tl.constexpr, LAST: tl.constexpr
 ):  # fmt: skip
-    """After a decision: records for its copies, what the layer executes into the demand queue, and the next layer's
-    prefetch copies into the other. One block of one warp; lists as `edgemoe.gpu_offload.kernels.steps.step` writes
-    them. asked [L, C] int32: the slots that this token prefetched into.
+    """After a decision: records for its copies, tickets for what the layer executes, of that what is not there into the
+    demand queue, and the next layer's prefetch copies into the other. One block of one warp; lists as
+    `edgemoe.gpu_offload.kernels.steps.step` writes them. asked [L, C] int32: the slots that this token prefetched into.
     """
     lane = tl.arange(0, LANES)
     if SELECTED:
@@ -117,6 +131,8 @@ def issue(  # type: ignore[no-untyped-def]
         begun = tl.load(claims + record, mask=lane < m, other=CHUNKS, volatile=True)
         predicted = tl.load(asked + place, mask=lane < m, other=0)
         wanted = (lane < m) & (arrived < CHUNKS)
+        ticket = tl.where(wanted, record, -1 - place)
+        tl.store(tickets + layer * WIDTH + lane, tl.where(lane < m, ticket, NO_TICKET), mask=lane < WIDTH)
         tail = tl.load(queue + DEMAND_TAIL, volatile=True)
         offset = tl.cumsum(wanted.to(tl.int32), 0)
         tl.store(demand_queue + tail + offset - 1, record, mask=wanted)
@@ -229,5 +245,5 @@ def serve(  # type: ignore[no-untyped-def]
             else:
                 looks += 1
                 if looks >= PATIENCE:
-                    tl.atomic_xchg(queue + ERROR, 3)
+                    tl.atomic_or(queue + ERROR, DECISION)
                     running = 0

@@ -1,11 +1,14 @@
 """Products of one token: a matrix in memory times a vector, at the speed at which the matrix can be read.
 
 Every block takes some rows of the matrix and all of the vector, which the L2 cache holds. RMS norms cost no pass of
-their own: the sum of squares is formed beside the products, and scales them at the end. Sums are float32.
+their own: the sum of squares is formed beside the products, and scales them at the end. Sums are float32. The rows'
+first columns are asked for before the kernel before has ended.
 """
 
 import triton
 import triton.language as tl
+
+from edgemoe.gpu_offload.kernels.ordering import await_previous
 
 
 @triton.jit
@@ -28,21 +31,28 @@ def load_recorded(recorded, scores, position, N: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def normed_product(  # type: ignore[no-untyped-def]
-    x, norm, matrix, out, stop, eps, N_ROWS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, norm, matrix, out, stop, eps,
+    N_ROWS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """out [N_ROWS] float32 = matrix [N_ROWS, WIDTH] · RMSNorm(x [WIDTH] float32) with weights norm [WIDTH] float32."""
-    if tl.load(stop) == 0:
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        inside = row < N_ROWS
-        lines = matrix + row.to(tl.int64)[:, None] * WIDTH
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < N_ROWS
+    lines = matrix + row.to(tl.int64)[:, None] * WIDTH
+    at = tl.arange(0, BLOCK)
+    first = tl.load(lines + at[None, :], mask=inside[:, None] & (at < WIDTH)[None, :], other=0.0)
+    ended = tl.load(stop)
+    await_previous(EARLY)
+    if ended == 0:
         sums = tl.zeros((ROWS, BLOCK), tl.float32)
         squares = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, WIDTH, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            there = at < WIDTH
-            weight = tl.load(lines + at[None, :], mask=inside[:, None] & there[None, :], other=0.0)
-            part = tl.load(x + at, mask=there, other=0.0)
-            sums += weight.to(tl.float32) * (part * tl.load(norm + at, mask=there, other=0.0))[None, :]
+        for start in tl.static_range(0, WIDTH, BLOCK):
+            there = start + at < WIDTH
+            weight = first
+            if start > 0:
+                weight = tl.load(lines + start + at[None, :], mask=inside[:, None] & there[None, :], other=0.0)
+            part = tl.load(x + start + at, mask=there, other=0.0)
+            scaled = part * tl.load(norm + start + at, mask=there, other=0.0)
+            sums += weight.to(tl.float32) * scaled[None, :]
             squares += part * part
         scale = tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
         tl.store(out + row, tl.sum(sums, 1) * scale, mask=inside)
@@ -50,18 +60,24 @@ def normed_product(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def added_product(  # type: ignore[no-untyped-def]
-    y, matrix, x, stop, N_ROWS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    y, matrix, x, stop,
+    N_ROWS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """x [N_ROWS] float32 += matrix [N_ROWS, WIDTH] · y [WIDTH] float32. Grid: blocks of ROWS."""
-    if tl.load(stop) == 0:
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        inside = row < N_ROWS
-        lines = matrix + row.to(tl.int64)[:, None] * WIDTH
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < N_ROWS
+    lines = matrix + row.to(tl.int64)[:, None] * WIDTH
+    at = tl.arange(0, BLOCK)
+    first = tl.load(lines + at[None, :], mask=inside[:, None] & (at < WIDTH)[None, :], other=0.0)
+    ended = tl.load(stop)
+    old = tl.load(x + row, mask=inside, other=0.0, cache_modifier=".cg")  # the layer before wrote it
+    await_previous(EARLY)
+    if ended == 0:
         sums = tl.zeros((ROWS, BLOCK), tl.float32)
-        for start in range(0, WIDTH, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            there = at < WIDTH
-            weight = tl.load(lines + at[None, :], mask=inside[:, None] & there[None, :], other=0.0)
-            sums += weight.to(tl.float32) * tl.load(y + at, mask=there, other=0.0)[None, :]
-        old = tl.load(x + row, mask=inside, other=0.0)
+        for start in tl.static_range(0, WIDTH, BLOCK):
+            there = start + at < WIDTH
+            weight = first
+            if start > 0:
+                weight = tl.load(lines + start + at[None, :], mask=inside[:, None] & there[None, :], other=0.0)
+            sums += weight.to(tl.float32) * tl.load(y + start + at, mask=there, other=0.0)[None, :]
         tl.store(x + row, old + tl.sum(sums, 1), mask=inside)

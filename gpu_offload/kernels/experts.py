@@ -1,69 +1,87 @@
-"""The experts of one token, executed from their slots: a block waits only for the expert that it works on."""
+"""The experts of one token, executed from their slots: a block waits only for the expert that it works on.
+
+What a layer executes comes as tickets (`copying.issue`): whose bytes are there needs no look at any record. Slots are
+written beside these kernels, so they are read past the L1 cache.
+"""
 
 import triton
 import triton.language as tl
 
-from edgemoe.gpu_offload.kernels.copying import await_copy
+from edgemoe.gpu_offload.kernels.copying import NO_TICKET, await_copy, place_of
+from edgemoe.gpu_offload.kernels.ordering import await_previous
 
 
 @triton.jit(do_not_specialize=["layer"])
 def gate_and_up(  # type: ignore[no-untyped-def]
-    x, norm, slots, executed_slots, counts, hidden, stop, eps,
-    arena, raw, experts, claims, after, done, current, queue, layer,
+    x, norm, slots, tickets, hidden, stop, eps,
+    arena, raw, experts, claims, after, done, queue, layer,
     E: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr
+    BLOCK: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr,
+    EARLY: tl.constexpr
 ):  # fmt: skip
     """hidden [WIDTH, F] float32 = silu(gate · h) · (up · h) of each executed expert, h = RMSNorm(x [D]).
 
     Grid: (WIDTH, blocks of ROWS). slots [L, C, 3·F·D] in the storage type: gate [F, D], up [F, D], down [D, F] of each;
-    raw, the same in words of four bytes; executed_slots [L, WIDTH], counts [L, 3], as `steps.step` writes them.
+    raw, the same in words of four bytes; tickets [L, WIDTH] int32.
     """
-    if tl.load(stop) == 0:
-        place = tl.program_id(0)
-        if place < tl.load(counts + layer * 3):
-            slot = layer * C + tl.load(executed_slots + layer * WIDTH + place)
-            record = 2 * slot + tl.load(current + slot)
-            await_copy(record, arena, raw, experts, claims, after, done, queue, E, C, WORDS, CHUNK, TILE, CHUNKS)
-            row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-            inside = row < F
-            gate = slots + slot.to(tl.int64) * (3 * F * D) + row.to(tl.int64)[:, None] * D
-            gates = tl.zeros((ROWS, BLOCK), tl.float32)
-            ups = tl.zeros((ROWS, BLOCK), tl.float32)
-            squares = tl.zeros((BLOCK,), tl.float32)
-            for start in range(0, D, BLOCK):
-                at = start + tl.arange(0, BLOCK)
-                there = at < D
-                both = inside[:, None] & there[None, :]
-                part = tl.load(x + at, mask=there, other=0.0)
-                h = (part * tl.load(norm + at, mask=there, other=0.0))[None, :]
-                gates += tl.load(gate + at[None, :], mask=both, other=0.0).to(tl.float32) * h
-                ups += tl.load(gate + F * D + at[None, :], mask=both, other=0.0).to(tl.float32) * h
-                squares += part * part
-            scale = tl.rsqrt(tl.sum(squares, 0) / D + eps)
-            g = tl.sum(gates, 1) * scale
-            u = tl.sum(ups, 1) * scale
-            tl.store(hidden + place * F + row, g / (1.0 + tl.exp(-g)) * u, mask=inside)
+    nth = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside = row < F
+    at = tl.arange(0, BLOCK)
+    ended = tl.load(stop)
+    first = tl.load(x + at, mask=at < D, other=0.0, cache_modifier=".cg")  # three kernels old
+    await_previous(EARLY)
+    ticket = tl.load(tickets + layer * WIDTH + nth)
+    if (ended == 0) & (ticket != NO_TICKET):
+        if ticket >= 0:
+            await_copy(ticket, arena, raw, experts, claims, after, done, queue, E, C, WORDS, CHUNK, TILE, CHUNKS)
+        gate = slots + place_of(ticket).to(tl.int64) * (3 * F * D) + row.to(tl.int64)[:, None] * D
+        gates = tl.zeros((ROWS, BLOCK), tl.float32)
+        ups = tl.zeros((ROWS, BLOCK), tl.float32)
+        squares = tl.zeros((BLOCK,), tl.float32)
+        for start in tl.static_range(0, D, BLOCK):
+            there = start + at < D
+            both = inside[:, None] & there[None, :]
+            line = gate + start + at[None, :]
+            g = tl.load(line, mask=both, other=0.0, cache_modifier=".cg").to(tl.float32)
+            u = tl.load(line + F * D, mask=both, other=0.0, cache_modifier=".cg").to(tl.float32)
+            part = first
+            if start > 0:
+                part = tl.load(x + start + at, mask=there, other=0.0)
+            h = (part * tl.load(norm + start + at, mask=there, other=0.0))[None, :]
+            gates += g * h
+            ups += u * h
+            squares += part * part
+        scale = tl.rsqrt(tl.sum(squares, 0) / D + eps)
+        g = tl.sum(gates, 1) * scale
+        u = tl.sum(ups, 1) * scale
+        tl.store(hidden + nth * F + row, g / (1.0 + tl.exp(-g)) * u, mask=inside)
 
 
 @triton.jit(do_not_specialize=["layer"])
 def down(  # type: ignore[no-untyped-def]
-    x, slots, executed_slots, weights, counts, hidden, stop, layer,
-    C: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x, slots, tickets, weights, hidden, stop, layer,
+    WIDTH: tl.constexpr, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr
 ):  # fmt: skip
     """x [D] float32 += Σ weight · (down · hidden) over the executed experts. Grid: blocks of ROWS."""
-    if tl.load(stop) == 0:
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        inside = row < D
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < D
+    at = tl.arange(0, BLOCK)
+    ended = tl.load(stop)
+    old = tl.load(x + row, mask=inside, other=0.0, cache_modifier=".cg")
+    await_previous(EARLY)
+    if ended == 0:
         sums = tl.zeros((ROWS, BLOCK), tl.float32)
-        for place in range(tl.load(counts + layer * 3)):
-            slot = layer * C + tl.load(executed_slots + layer * WIDTH + place)
-            weight = tl.load(weights + layer * WIDTH + place)
-            line = slots + slot.to(tl.int64) * (3 * F * D) + 2 * F * D + row.to(tl.int64)[:, None] * F
-            for start in range(0, F, BLOCK):
-                at = start + tl.arange(0, BLOCK)
-                there = at < F
-                h = tl.load(hidden + place * F + at, mask=there, other=0.0) * weight
+        for nth in tl.static_range(WIDTH):
+            ticket = tl.load(tickets + layer * WIDTH + nth)
+            columns = tl.where(ticket != NO_TICKET, F, 0)
+            weight = tl.where(ticket != NO_TICKET, tl.load(weights + layer * WIDTH + nth), 0.0)
+            line = slots + place_of(ticket).to(tl.int64) * (3 * F * D) + 2 * F * D + row.to(tl.int64)[:, None] * F
+            for start in tl.static_range(0, F, BLOCK):
+                there = start + at < columns
+                h = tl.load(hidden + nth * F + start + at, mask=there, other=0.0) * weight
                 both = inside[:, None] & there[None, :]
-                sums += tl.load(line + at[None, :], mask=both, other=0.0).to(tl.float32) * h[None, :]
-        old = tl.load(x + row, mask=inside, other=0.0)
+                part = tl.load(line + start + at[None, :], mask=both, other=0.0, cache_modifier=".cg")
+                sums += part.to(tl.float32) * h[None, :]
         tl.store(x + row, old + tl.sum(sums, 1), mask=inside)

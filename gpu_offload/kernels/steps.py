@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from edgemoe.gpu_offload.kernels import layout
+from edgemoe.gpu_offload.kernels.ordering import await_previous
 from edgemoe.gpu_offload.kernels.policy import (
     GIVEN,
     bonus,
@@ -63,7 +64,7 @@ def step(  # type: ignore[no-untyped-def]
     SELECTS: tl.constexpr, FREEZES: tl.constexpr, PREFETCHES: tl.constexpr,
     ROUTING: tl.constexpr, EVICTION: tl.constexpr, PREFETCH: tl.constexpr, GATED: tl.constexpr, RUNNING: tl.constexpr,
     ELIDED: tl.constexpr, WEIGHTS: tl.constexpr, K: tl.constexpr, K_NEXT: tl.constexpr, J: tl.constexpr,
-    W: tl.constexpr, ROUNDS: tl.constexpr
+    W: tl.constexpr, ROUNDS: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """Part 2 of `layer` (if SELECTS), then the freeze (FREEZES) and part 1 (PREFETCHES) of layer `following`.
 
@@ -78,33 +79,36 @@ def step(  # type: ignore[no-untyped-def]
     there = ints + following * (N_INTS * EP) + index
     averages_there = reals + following * (N_REALS * EP) + index
     # Both layers' rows are asked for at once: the memory's latency is paid once, not after part 2's stores again.
+    # None of them is the work of the kernel before, only the scores are.
+    if SELECTS:
+        slot = tl.load(here + SLOT_OF * EP, cache_modifier=".cg")
+        protected = tl.load(here + PROTECTED * EP, cache_modifier=".cg")
+        priority = tl.load(here + PRIORITY * EP, cache_modifier=".cg")
+        predicted = tl.load(here + PREDICTED * EP, cache_modifier=".cg")
+        recency = tl.load(here + RECENCY * EP, cache_modifier=".cg")
+        uses = tl.load(here + USES * EP, cache_modifier=".cg")
+        fast = tl.load(averages + FAST * EP, cache_modifier=".cg")
+        slow = tl.load(averages + SLOW * EP, cache_modifier=".cg")
+        clock = tl.load(words + layer * N_WORDS, cache_modifier=".cg")
+        n_predicted = tl.load(words + layer * N_WORDS + 2, cache_modifier=".cg")
+        scale = tl.load(scales + layer * 2, cache_modifier=".cg")
+        range_sum = tl.load(scales + layer * 2 + 1, cache_modifier=".cg")
+    if FREEZES:
+        next_slot = tl.load(there + SLOT_OF * EP, cache_modifier=".cg")
+        next_recency = tl.load(there + RECENCY * EP, cache_modifier=".cg")
+        next_uses = tl.load(there + USES * EP, cache_modifier=".cg")
+        next_rank = tl.load(there + WARM_RANK * EP, cache_modifier=".cg")
+        next_fast = tl.load(averages_there + FAST * EP, cache_modifier=".cg")
+        next_slow = tl.load(averages_there + SLOW * EP, cache_modifier=".cg")
+        next_prior = tl.load(averages_there + PRIOR * EP, cache_modifier=".cg")
+        next_clock = tl.load(words + following * N_WORDS, cache_modifier=".cg")
+        next_scale = tl.load(scales + following * 2, cache_modifier=".cg")
+        next_ranges = tl.load(scales + following * 2 + 1, cache_modifier=".cg")
+    await_previous(EARLY)
     if SELECTS:
         z = tl.load(scores + index, mask=index < E, other=MASKED_SCORE)
-        slot = tl.load(here + SLOT_OF * EP)
-        protected = tl.load(here + PROTECTED * EP)
-        priority = tl.load(here + PRIORITY * EP)
-        predicted = tl.load(here + PREDICTED * EP)
-        recency = tl.load(here + RECENCY * EP)
-        uses = tl.load(here + USES * EP)
-        fast = tl.load(averages + FAST * EP)
-        slow = tl.load(averages + SLOW * EP)
-        clock = tl.load(words + layer * N_WORDS)
-        n_predicted = tl.load(words + layer * N_WORDS + 2)
-        scale = tl.load(scales + layer * 2)
-        range_sum = tl.load(scales + layer * 2 + 1)
-    if FREEZES:
-        next_slot = tl.load(there + SLOT_OF * EP)
-        next_recency = tl.load(there + RECENCY * EP)
-        next_uses = tl.load(there + USES * EP)
-        next_rank = tl.load(there + WARM_RANK * EP)
-        next_fast = tl.load(averages_there + FAST * EP)
-        next_slow = tl.load(averages_there + SLOW * EP)
-        next_prior = tl.load(averages_there + PRIOR * EP)
-        next_clock = tl.load(words + following * N_WORDS)
-        next_scale = tl.load(scales + following * 2)
-        next_ranges = tl.load(scales + following * 2 + 1)
-        if PREFETCHES:
-            g = tl.load(pregate + index, mask=index < E, other=MASKED_SCORE)
+    if PREFETCHES:
+        g = tl.load(pregate + index, mask=index < E, other=MASKED_SCORE)
     if SELECTS:
         slot, chosen, place, own, own_place, n, range_sum = part2(
             z, slot, protected, predicted, n_predicted, comparable(priority, EVICTION), clock, range_sum, scale,
@@ -230,6 +234,9 @@ def chunk(  # type: ignore[no-untyped-def]
     tl.store(here + PREDICTED * EP, predicted)
     tl.store(averages + FAST * EP, fast)
     tl.store(averages + SLOW * EP, slow)
+    if HAS_PRIOR:
+        # Read again: compiled by Triton 3.6, the loop above leaves the first token's row in `prior`.
+        prior = tl.load(priors + (n_tokens - 1) * EP + index)
     tl.store(averages + PRIOR * EP, prior)
     tl.store(words + layer * N_WORDS, clock)
     tl.store(words + layer * N_WORDS + 1, 0)

@@ -20,7 +20,7 @@ from edgemoe.gpu_offload import program, records
 from edgemoe.gpu_offload.cpu import CpuExecutor
 from edgemoe.gpu_offload.decisions import Decisions
 from edgemoe.gpu_offload.device import DeviceExecutor
-from edgemoe.gpu_offload.program import Tuning
+from edgemoe.gpu_offload.program import Cut, Tuning
 from edgemoe.gpu_offload.shape import read_shape
 from edgemoe.gpu_offload.weights import Weights, load_weights
 from edgemoe.model import read_model
@@ -31,6 +31,10 @@ CAPACITY, N_CTX = 4, 32
 # Cut small, so that an expert is several chunks.
 program.TILE_WORDS = records.TILE_WORDS = 256
 records.CHUNK_BYTES = 2048
+
+
+SMALL = Cut(rows=8, columns=16, warps=4)
+TUNING = Tuning(SMALL, SMALL, SMALL, SMALL, SMALL, SMALL, splits=2, positions=4)
 
 
 def cache(weights: Weights, name: str) -> LogicalCache:
@@ -50,7 +54,7 @@ def compare(weights: Weights, name: str, drain: int) -> dict[str, object]:
     host = CpuExecutor(weights, Decisions(cache(weights, name), 8, None), n_ctx=N_CTX)
     device = DeviceExecutor(
         weights, cache(weights, name), n_ctx=N_CTX, chunk=8,
-        tuning=Tuning(splits=2, columns=32, rows=8), concurrent=False,
+        tuning=TUNING, concurrent=False,
     )  # fmt: skip
     device._program.drain = drain
     tokens = np.random.default_rng(0).integers(0, weights.shape.n_vocab, 12)

@@ -1,0 +1,20 @@
+"""How a kernel follows the one before it: on a GPU that can, its blocks start while the other's still run.
+
+With EARLY (programmatic dependent launch, compute capability 9.0 and later) a block reads what it may read already,
+such as its rows of a matrix, then waits for the kernel before, and only then lets the kernel behind it start. So at
+any time at most two kernels of a token are under way, and before its wait a kernel may read what any kernel but the
+one before it has written. Such reads bypass the L1 cache (`.cg`), which another SM's stores do not reach. Every block
+waits, also where it then has nothing to do: the order rests on it. Without EARLY, kernels follow each other whole.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def await_previous(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """From here on, all that earlier kernels wrote may be read, and anything may be written."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
