@@ -1,6 +1,7 @@
 """Text and tokens for the GPU tier: llama.cpp's vocabulary of a GGUF file, or a Hugging Face folder's tokenizer."""
 
 import json
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from edgemoe.errors import UserError
 from edgemoe.llamacpp.session import quiet
 from edgemoe.llamacpp.vocabulary import Vocabulary
 from edgemoe.model import Model
+
+_SPACE = "▁"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's token for a byte that no other token holds
 
 
 def open_vocabulary(model: Model) -> "GgufVocabulary | FolderVocabulary":
@@ -102,6 +106,12 @@ class FolderVocabulary:
         return {character: byte for byte, character in enumerate(byte_bpe(300).tokens[:256])}
 
     @cached_property
+    def _is_sentencepiece(self) -> bool:
+        """Whether tokens are text whose spaces are written ▁, and not characters that stand for bytes: there ▁ itself
+        is three of them."""
+        return any(_SPACE in text for text, token in self._tokenizer.get_vocab().items() if token not in self._added)
+
+    @cached_property
     def _added(self) -> dict[int, Any]:
         added: dict[int, Any] = self._tokenizer.added_tokens_decoder
         return added
@@ -113,9 +123,12 @@ class FolderVocabulary:
         text = self._tokenizer.convert_ids_to_tokens(token) if 0 <= token < self.size else None
         if text is None:  # padding of the output matrix
             return b""
+        if self._is_sentencepiece:
+            byte = _BYTE.fullmatch(text)
+            return bytes([int(byte[1], 16)]) if byte else str(text).replace(_SPACE, " ").encode()
         if all(character in self._bytes_of for character in text):
             return bytes(self._bytes_of[character] for character in text)
-        return str(text).replace("▁", " ").encode()
+        return str(text).encode()
 
     def close(self) -> None:
         """Nothing to free."""
