@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -21,6 +22,7 @@ _pread = types.ExternalFunction("pread", types.int64(types.int32, types.intp, ty
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
 _MONOTONIC = 1
 _UNLIMITED = 1 << 62
+_HUGE = 2 << 20
 
 
 @numba.njit(nogil=True, cache=True)
@@ -67,11 +69,13 @@ class DirectReader:
     """Reads of a file with up to `depth` in flight; a context manager.
 
     Every round reads into memory of its own, touched before anything is timed: how contiguous pages happen to lie
-    changes what a request costs the device (here by 40% at 64 KiB), so that one allocation is one sample. Huge pages,
-    which settle it, are not asked for: a program that does so may read a little faster than this.
+    changes what a request costs the device (on one machine by 40% at 64 KiB, on another twofold at 1 MiB), so that one
+    allocation is one sample. `huge_pages` settle it, and are what the SSD tier reads experts into; without them it is
+    what most programs do.
     """
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, huge_pages: bool = False) -> None:
+        self.huge_pages = huge_pages
         self._pool = ThreadPoolExecutor(depth, "edgemoe-read")
 
     def __enter__(self) -> "DirectReader":
@@ -92,18 +96,27 @@ class DirectReader:
         that is short.
         """
         stride = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
-        # Given back with its last reference: closing it would be refused, with an error that hides Ctrl-C, for as
-        # long as a traceback holds the array.
-        buffer = np.frombuffer(
-            mmap.mmap(-1, len(offsets) * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
-        )
-        buffer[:: mmap.PAGESIZE] = 1
+        buffer = self._memory(len(offsets) * stride)
         results = self._run(descriptor, length, offsets, seconds, once, buffer.ctypes.data, stride)
         for _, _, _, failed, got, *_ in results.tolist():
             if failed >= 0:
                 _explain(descriptor, length, failed, got)
         nanoseconds = int(results[:, 1].max() - results[:, 0].min())
         return Reads(int(results[:, 2].sum()) * length, nanoseconds / 1e9)
+
+    def _memory(self, nbytes: int) -> np.ndarray:
+        """So many bytes, in memory, from a page's start."""
+        room = mmap.mmap(-1, nbytes + _HUGE * self.huge_pages, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if self.huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                room.madvise(mmap.MADV_HUGEPAGE)
+        # Given back with its last reference: closing it would be refused, with an error that hides Ctrl-C, for as
+        # long as a traceback holds the array.
+        buffer = np.frombuffer(room, np.uint8)
+        start = -buffer.ctypes.data % _HUGE if self.huge_pages else 0
+        buffer = buffer[start : start + nbytes]
+        buffer[:: mmap.PAGESIZE] = 1
+        return buffer
 
     def _run(
         self,

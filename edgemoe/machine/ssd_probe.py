@@ -1,7 +1,8 @@
 """What the disk gives: reads past the page cache, over request size and requests in flight, in order and at random.
 
 An expert that is not in RAM is a few such reads, so these rates bound every token that misses (bandwidth-wall paper §5,
-whose first figure, 5.3 GB/s, was the page cache's: the disk gave 2.4).
+whose first figure, 5.3 GB/s, was the page cache's: the disk gave 2.4). They go into huge pages, as the SSD tier's do:
+into others, some disks give half.
 """
 
 import mmap
@@ -126,7 +127,7 @@ class _Probe:
         self.position = 0
 
     def run(self, advance: Advance) -> tuple[dict[Cell, Rate], page_cache.Evidence]:
-        with DirectReader(max(depth for _, _, depth in self.cells)) as self.reader:
+        with DirectReader(max(depth for _, _, depth in self.cells), huge_pages=True) as self.reader:
             if self.direct:
                 self._check_content()
             warm = self._warm_rate()

@@ -1,5 +1,6 @@
 """Reads with many in flight: what was asked for is what is read, and a read that fails is not a rate."""
 
+import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -47,11 +48,19 @@ def test_a_stream_is_read_in_order_and_goes_round() -> None:
     assert [int(at) // 512 for pair in zip(*lanes, strict=True) for at in pair] == [5, 6, 7, 0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("huge_pages", [False, True])
 @pytest.mark.parametrize("depth", [1, 3, 8])
-def test_once_reads_every_offset_once(file: int, depth: int) -> None:
-    with DirectReader(depth) as reader:
+def test_once_reads_every_offset_once(file: int, depth: int, huge_pages: bool) -> None:
+    with DirectReader(depth, huge_pages) as reader:
         done = reader.read(file, 64 << 10, sequential(4 * MB, 64 << 10, depth), seconds=60, once=True)
     assert done.bytes == 4 * MB and done.rate == done.bytes / done.seconds
+
+
+def test_memory_begins_at_a_page_and_has_room() -> None:
+    for huge_pages, boundary in ((False, mmap.PAGESIZE), (True, 2 * MB)):
+        with DirectReader(1, huge_pages) as reader:
+            memory = reader._memory(3 * MB + 4096)
+        assert len(memory) == 3 * MB + 4096 and memory.ctypes.data % boundary == 0 and memory[-4096] == 1
 
 
 def test_ctrl_c_while_the_buffer_is_touched_is_ctrl_c(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
