@@ -44,7 +44,7 @@ class Context:
         self.reused = 0
         """Tokens of the last prompt that were there already."""
         self.singly = False
-        """Whether an engine that could choose many tokens at once chooses one at a time, so that each has its figures."""
+        """Whether an engine that could choose many tokens at once chooses one at a time: each has its figures then."""
 
     def prefill(self, prompt: Sequence[int]) -> np.ndarray:
         """The logits after `prompt`, [V]; of the memory, what agrees with it stays. Raises as `Engine.prefill`."""

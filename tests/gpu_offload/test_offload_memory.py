@@ -9,10 +9,10 @@ torch = pytest.importorskip("torch", reason="the GPU tier needs torch (pip insta
 from offload_engines import POLICIES, TINY, made_up_calibration, make  # noqa: E402
 
 from edgemoe.errors import UserError  # noqa: E402
-from edgemoe.gpu_offload.memory import Room, choose_slots, need  # noqa: E402
-from edgemoe.gpu_offload.shape import Shape  # noqa: E402
+from edgemoe.gpu_offload.memory import GPU_RESERVE, Room, choose_slots, need, prior_bytes  # noqa: E402
+from edgemoe.gpu_offload.shape import Shape, read_shape  # noqa: E402
 from edgemoe.model.synthetic import write_synthetic  # noqa: E402
-from edgemoe.policy import Policy, preset  # noqa: E402
+from edgemoe.policy import LogicalCache, Policy, preset  # noqa: E402
 from edgemoe.units import Residency  # noqa: E402
 
 OLMOE = Shape(
@@ -70,6 +70,45 @@ def test_the_formula_is_what_is_allocated(tmp_path, dtype):
         assert needed.arena == w.arena.bytes.nbytes
         assert needed.slot * engine.capacity == executor.slots.bytes.nbytes
         assert needed.prior == known.prior.nbytes
+
+
+def test_a_gpu_s_prior_is_counted_as_it_is_stored():
+    from edgemoe.gpu_offload.kernels.state import DevicePrior
+
+    known = made_up_calibration()
+    assert prior_bytes(known, gpu=True) == DevicePrior.from_prior(known, "cpu").nbytes
+    assert prior_bytes(known, gpu=False) == known.prior.nbytes
+    assert prior_bytes(None, gpu=True) == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_gpu_s_buffers_fit_into_what_is_said_of_them(tmp_path, dtype):
+    """Slots with their records exactly; the rest with what a chunk works on, and without what CUDA takes for itself."""
+    pytest.importorskip("triton")
+    from edgemoe.gpu_offload.device import DeviceExecutor
+    from edgemoe.gpu_offload.weights import DTYPES, load_weights
+    from edgemoe.model import read_model
+
+    model = read_model(write_synthetic(tmp_path / "m.gguf", **TINY, n_kv_heads=2)[0])
+    kind, shape = DTYPES[dtype], read_shape(model)
+    weights = load_weights(model, shape, dtype=kind)
+    sizes = {"itemsize": kind.itemsize, "n_ctx": 64, "chunk": 8, "prior_bytes": 0, "threads": 1, "gpu": True}
+    needed = need(shape, **sizes)
+    cache = LogicalCache(Policy(), n_layers=4, n_experts=16, top_k=4, capacity=9)
+    executor = DeviceExecutor(weights, cache, n_ctx=64, chunk=8, concurrent=False)
+    records, program, prompt = executor.records, executor._program, executor._prompt
+    kept = [records.claims, records.done, records.after, records.experts, records.current, records.asked]
+    assert needed.slot * 9 == executor.slots.bytes.nbytes + sum(tensor.nbytes for tensor in kept)
+    assert needed.kv == program.keys.nbytes + program.values.nbytes
+    others = [
+        *(value for value in vars(program).values() if isinstance(value, torch.Tensor)),
+        *(tensor for decided in prompt._decided for tensor in decided.tensors),
+        *(prompt._staging._buffers, executor.slots.staging, prompt._scores, prompt._pregates),
+        *(*executor._policy.state.tensors, *executor._policy.decisions.tensors),
+    ]
+    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in others}
+    kv = [tensor.untyped_storage().data_ptr() for tensor in (program.keys, program.values)]
+    assert 0 < sum(size for place, size in held.items() if place not in kv) < needed.work - GPU_RESERVE
 
 
 def test_a_tied_output_is_held_once():
