@@ -123,6 +123,12 @@ class DeviceExecutor:
             self._graphs[name] = self._captured(launch)
         self._graphs[name]()
 
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Compile the kernels of a token and capture its graph now, not while the first token is waited for."""
+        if self._concurrent and "token" not in self._graphs:
+            self._graphs["token"] = self._captured(self._program.launch)
+
     def _captured(self, launch: Callable[[], None]) -> Callable[[], None]:
         """A graph of `launch`. Its warm-up does nothing: the text has ended, as far as the kernels know."""
         aim, stream = self._control.clone(), self._program.stream

@@ -125,7 +125,9 @@ class Target:
             raise UserError(
                 f"the executor on the device needs {error.name}: pip install edgemoe[gpu], or give --executor host"
             ) from None
-        return DeviceExecutor(weights, cache, n_ctx=n_ctx, chunk=chunk)
+        executor = DeviceExecutor(weights, cache, n_ctx=n_ctx, chunk=chunk)
+        executor.prepare()
+        return executor
 
 
 def find_target(device: str, gpu: int | None = None, executor: str | None = None) -> Target:
