@@ -151,7 +151,7 @@ def rounds(
     arms: Sequence[Timed],
     count: int,
     until: float | None,
-    after_round: Callable[[], None],
+    after_round: Callable[[int], None],
     advance: Advance,
 ) -> Ended:
     """`count` rounds, or as many as end before `until` (monotonic seconds). Ctrl-C ends them too: what was measured
@@ -165,7 +165,7 @@ def rounds(
             return Ended(number, "interrupted")
         if not any(timed.seconds for timed in arms):
             return Ended(0, "no row could be run")
-        after_round()
+        after_round(number + 1)
         took = time.monotonic() - start
         if until is not None and number + 1 < count and time.monotonic() + took > until:
             return Ended(number + 1, f"the time that was given was up after {number + 1} of {count} rounds")

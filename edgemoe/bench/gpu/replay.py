@@ -19,6 +19,10 @@ class Routing:
     def tokens(self) -> int:
         return int(self.scores.shape[1])
 
+    def first(self, tokens: int) -> "Routing":
+        """Of the first tokens only."""
+        return Routing(self.scores[:, :tokens].copy(), self.pregate[:, :tokens].copy())
+
     def packed(self) -> np.ndarray:  # [T, L, 2, E] float32
         """As executors replay it: each layer's scores, and the pre-gate of the next one."""
         n_layers, n_tokens, n_experts = self.scores.shape

@@ -21,7 +21,7 @@ from edgemoe.progress import Advance
 from edgemoe.tracing import Trace, load_trace
 
 Watch = Callable[[str, int, str], AbstractContextManager[Advance]]
-_DEMO_TOKENS = 2048  # of each of the demo model's texts: half estimate, half are replayed
+_DEMO_TOKENS = 2048  # of each of the demo model's texts, four windows: half estimate, half are replayed
 
 
 @dataclass(frozen=True)
@@ -122,13 +122,13 @@ def filled(recording: Recording, n_layers: int) -> Recording:
     )
 
 
-def demo_recording(windows: int, tokens: int, watch: Watch) -> Recording:
+def demo_recording(windows: int, tokens: int, watch: Watch, per_text: int = _DEMO_TOKENS) -> Recording:
     """The demo model's routing of its four texts: the first half of each estimates Δ̄ and the warm set, the rest is
     replayed."""
     from edgemoe.demo import record
 
     with tempfile.TemporaryDirectory(prefix="edgemoe-bench-") as folder:
-        path = record(Path(folder), _DEMO_TOKENS, lambda total: watch("tracing the demo model", total, "tokens"))
+        path = record(Path(folder), per_text, lambda total: watch("tracing the demo model", total, "tokens"))
         trace = load_trace(path)
     assert trace.scores is not None
     index = np.searchsorted(trace.windows, np.arange(trace.n_tokens), side="right") - 1  # of each token's window

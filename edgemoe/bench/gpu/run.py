@@ -6,7 +6,7 @@ report = bench_gpu(Settings(geometry="olmoe-1b-7b", trace=Path("scores.npz"), se
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -122,11 +122,25 @@ def bench_gpu(
     pool = Pool(subject)
     try:
         report = _report(subject, quality)
-        _measure(settings, subject, pool, quality, report, until, watch, saved)
+        try:
+            _measure(settings, subject, pool, quality, report, until, watch, saved)
+        except RuntimeError as error:
+            _failed(report, error)
         return report
     finally:
-        pool.close()
+        with suppress(RuntimeError):  # a GPU that has failed frees nothing
+            pool.close()
         subject.close()
+
+
+def _failed(report: Report, error: RuntimeError) -> None:
+    """The GPU gave up (an illegal access, say): what was measured before stays. Raises whatever else it is."""
+    if "CUDA" not in str(error):
+        raise error
+    why = f"the GPU failed: {str(error).splitlines()[0]}"
+    if not any(row.rounds for row in report.rows):
+        raise UserError(f"{why}: start again, with fewer rows or --device cpu") from error
+    report.ended = Ended(report.ended.rounds, why)
 
 
 def _measure(
@@ -145,7 +159,8 @@ def _measure(
     with watch("preparing the rows", len(arms), "rows") as advance:
         timed = prepare(subject, pool, arms, advance)
 
-    def note() -> None:
+    def note(done: int) -> None:
+        report.ended = Ended(done)
         _fill(report, subject, timed, rates, quality)
         saved(report)
 
@@ -153,9 +168,9 @@ def _measure(
     with watch("decoding", total, "tokens") as advance:
         further = settings.generate or settings.determinism
         stop = until - _RESERVE * (settings.seconds or 0) if until is not None and further else until
-        report.ended = rounds(subject, pool, timed, settings.rounds, stop, note, advance)
-    report.interrupted = report.ended.why == "interrupted"
-    note()
+        ended = rounds(subject, pool, timed, settings.rounds, stop, note, advance)
+    note(ended.rounds)
+    report.ended, report.interrupted = ended, ended.why == "interrupted"
     if not report.interrupted:
         try:
             _further(settings, subject, pool, timed, report, until, watch, saved)

@@ -1,0 +1,150 @@
+"""The bench on the CPU: rounds, decisions beside the host's, interrupts, time that is up, rows that cannot run."""
+
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from gpu_subjects import tiny_subject
+
+from edgemoe.bench.gpu import run
+from edgemoe.bench.gpu.determinism import determinism, verdict
+from edgemoe.bench.gpu.pictures import draw
+from edgemoe.bench.gpu.report import as_json, bars
+from edgemoe.bench.gpu.run import Settings, bench_gpu
+from edgemoe.errors import UserError
+from edgemoe.policy import preset
+
+POLICIES = {"exact-lru": preset("exact-lru"), "psr": preset("psr", window=3)}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    torch.set_num_threads(1)
+    monkeypatch.setattr(run, "_subject", lambda settings, watch: tiny_subject())
+
+
+def settings(**more):
+    defaults = {
+        "device": "cpu", "policies": POLICIES, "residencies": ("50%",), "rounds": 2, "generate": 3, "determinism": 0,
+    }  # fmt: skip
+    return Settings(**{**defaults, **more})
+
+
+def test_every_row_decides_and_copies_what_the_host_does() -> None:
+    told = []
+    report = bench_gpu(settings(executors=("cpu", "host")), saved=lambda found: told.append(found.ended.rounds))
+    rows = {(row.name, row.executor): row for row in report.rows}
+    assert set(rows) == {(name, at) for name in ("resident", *POLICIES) for at in ("cpu", "host")}
+    for row in rows.values():
+        assert row.problem == "" and row.agrees and len(row.rounds) == 2 and row.tokens == 48
+        assert row.mean == pytest.approx(np.mean(row.rounds)) and row.quantiles[0] <= row.p50 <= row.p99
+        assert row.quantiles[-1] >= row.p99 and row.timeline_s > 0
+    exact, steered = rows["exact-lru", "cpu"], rows["psr", "cpu"]
+    assert exact.demand == pytest.approx(exact.decided_demand) and exact.prefetch == 0 and exact.replaced == 0
+    assert steered.demand == pytest.approx(steered.decided_demand)
+    assert steered.prefetch == pytest.approx(steered.decided_prefetch) and steered.replaced > 0
+    assert steered.in_time + steered.unused == pytest.approx(steered.prefetch)
+    assert exact.copied_bytes == pytest.approx(exact.demand * report.expert_bytes)
+    assert exact.link_s == pytest.approx(exact.copied_bytes / report.rates.link)
+    assert rows["resident", "cpu"].copies == 0 and rows["resident", "cpu"].above_floor == pytest.approx(0)
+    assert rows["resident", "host"].above_floor == pytest.approx(0)
+    assert len({row.config for row in rows.values()}) == 6
+    assert {(one.slower, one.faster) for one in report.beside} == set()  # window 3 is no preset's
+    assert [one.tokens for one in report.generated] == [3] * 6
+    assert report.ended.rounds == 2 and report.ended.why == "" and len(told) >= 3
+    found = as_json(report)
+    assert json.loads(json.dumps(found, allow_nan=False))["rows"][0]["name"] == "resident"
+    assert [bar.holds for bar in bars(report)] == [True]
+
+
+def test_the_same_run_has_the_same_configurations() -> None:
+    first, again = (bench_gpu(settings(rounds=1, generate=0)) for _ in range(2))
+    assert [row.config for row in first.rows] == [row.config for row in again.rows]
+
+
+def test_a_row_that_cannot_run_says_why_and_leaves_the_others() -> None:
+    report = bench_gpu(settings(policies={"exact-lru": preset("exact-lru"), "psr": preset("psr")}, generate=0))
+    problem = {row.name: row.problem for row in report.rows}
+    assert "window of 8" in problem["psr"] and problem["exact-lru"] == problem["resident"] == ""
+    assert {row.name: row.mean is None for row in report.rows} == {"resident": False, "exact-lru": False, "psr": True}
+
+
+def interrupting(part, after):
+    @contextmanager
+    def watch(what, total, unit):
+        seen = 0
+
+        def advance(count):
+            nonlocal seen
+            seen += count
+            if what == part and seen > after:
+                raise KeyboardInterrupt
+
+        yield advance
+
+    return watch
+
+
+def test_an_interrupt_keeps_whole_rounds() -> None:
+    report = bench_gpu(settings(rounds=3), interrupting("decoding", 3 * 24 + 24))
+    assert report.interrupted and report.ended.rounds == 1 and report.ended.why == "interrupted"
+    assert [len(row.rounds) for row in report.rows] == [1, 1, 1] and report.generated == []
+
+
+def test_an_interrupt_of_the_first_round_keeps_the_rows_that_were_timed() -> None:
+    report = bench_gpu(settings(), interrupting("decoding", 30))
+    assert report.interrupted and report.ended.rounds == 0
+    assert [len(row.rounds) for row in report.rows] == [1, 1, 0] and report.rows[2].mean is None
+    json.dumps(as_json(report), allow_nan=False)
+
+
+def test_an_interrupt_after_the_rounds_keeps_them() -> None:
+    report = bench_gpu(settings(), interrupting("free generation", 0))
+    assert report.interrupted and report.ended.rounds == 2 and all(row.mean for row in report.rows)
+
+
+def test_no_round_begins_when_time_is_up() -> None:
+    report = bench_gpu(settings(rounds=50, seconds=1e-3, generate=0))
+    assert report.ended.rounds == 1 and "after 1 of 50 rounds" in report.ended.why
+
+
+def test_timing_changes_text_on_the_physical_cache_alone() -> None:
+    """On a link of which a copy takes longer than many layers, where it is slowed."""
+    found = determinism(tiny_subject(), 3, 2e6, 24)
+    logical, physical = ([one for one in found if one.cache == cache] for cache in ("logical", "physical"))
+    assert all(one.same and one.problem == "" and len(one.tokens) == 24 for one in logical) and len(logical) == 8
+    [slowed] = [one for one in physical if one.how.startswith("link slowed")]
+    assert not slowed.same
+    assert verdict(found) == {"logical": True, "physical": False}
+    assert verdict([logical[0], replace(logical[1], same=False)])["logical"] is False
+    assert verdict([]) == {"logical": None, "physical": None}
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    report = bench_gpu(settings(generate=0))
+    report.rows = [replace(row, kl=0.01 * at) for at, row in enumerate(report.rows)]
+    drawn = draw(report, tmp_path)
+    assert [path.name for path in drawn] == ["latency.png", "copies.png", "frontier.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(UserError, match="at least 1"):
+        Settings(rounds=0)
+    with pytest.raises(UserError, match="--executors tpu"):
+        Settings(executors=("tpu",))
+    with pytest.raises(UserError, match="at least one policy"):
+        Settings(policies={})
+    with pytest.raises(UserError, match="--device tpu"):
+        bench_gpu(settings(device="tpu"))
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="--device cpu") as refused:
+            bench_gpu(settings(device="cuda"))
+        assert "\n" not in str(refused.value)
