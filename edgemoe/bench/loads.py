@@ -105,6 +105,16 @@ def checked(path: Path) -> Model:
     return model
 
 
+def check_room(shape: Shape, directory: Path) -> None:
+    """Raise `UserError` where the disk has no room for a model of this shape."""
+    free = shutil.disk_usage(directory).free
+    if free < shape.nbytes + _MARGIN:
+        raise UserError(
+            f"{directory}: {format_bytes(free)} are free, the model takes {format_bytes(shape.nbytes)}: "
+            "make room, lower --size, or give --dir another disk"
+        )
+
+
 def _write(shape: Shape, path: Path, advance: Advance) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     for left in path.parent.glob(f".{path.name}.*.partial"):  # of a run that was killed
@@ -112,12 +122,7 @@ def _write(shape: Shape, path: Path, advance: Advance) -> None:
             with suppress(OSError):
                 left.unlink()
     try:
-        free = shutil.disk_usage(path.parent).free
-        if free < shape.nbytes + _MARGIN:
-            raise UserError(
-                f"{path.parent}: {format_bytes(free)} are free, the model takes {format_bytes(shape.nbytes)}: "
-                "make room, lower --size, or give --dir another disk"
-            )
+        check_room(shape, path.parent)
         write_synthetic(partial, advance=advance, **shape.fields)
         with partial.open("rb") as file:
             os.fsync(file.fileno())

@@ -14,15 +14,18 @@ import numpy as np
 from edgemoe.bench import case, quality, resident
 from edgemoe.bench.case import Case, Outcome, Setting
 from edgemoe.bench.limits import Limits, Missed, Prediction, Watch, measure_limits, predict, probe_disk, refine
-from edgemoe.bench.loads import Shape, fit_trace, forced_ids, shape_of, written
+from edgemoe.bench.loads import Shape, check_room, fit_trace, forced_ids, shape_of, written
 from edgemoe.bench.memory_group import Hierarchy, find_hierarchy
 from edgemoe.bench.needs import check_memory
+from edgemoe.data import DOMAINS
+from edgemoe.demo import demo_file, demo_model
 from edgemoe.errors import UserError
 from edgemoe.llamacpp.session import default_threads
+from edgemoe.machine.disk import disk_of
 from edgemoe.machine.memory import ram
 from edgemoe.machine.page_cache import read_ahead
 from edgemoe.machine.profile import Profile
-from edgemoe.model import Model
+from edgemoe.model import Model, read_model
 from edgemoe.policy import Policy, preset
 from edgemoe.tracing import Trace, load_trace
 from edgemoe.units import format_bytes
@@ -94,12 +97,17 @@ def bench_ssd(settings: Settings, watch: Watch) -> Report:
     An interrupt leaves nothing behind: no model (unless kept), no process, no control group. Raises `UserError` for a
     directory, size, budget or trace that does not do.
     """
-    trace = _trace(settings, watch)
-    shape = shape_of(settings.size, trace.n_experts, trace.top_k)
+    given = load_trace(settings.trace) if settings.trace else None
+    router = given or read_model(demo_model()).geometry
+    shape = shape_of(settings.size, router.n_experts, router.top_k)
     limit = settings.ram or round(shape.nbytes / RATIO)
     cases = list(_cases(settings.streams))
-    _check(settings, trace, limit)
+    _check_place(settings, shape, limit)
+    if given:
+        _check_length(given, settings.streams)
     check_memory(shape, cases, limit)
+    trace = given or _demo_trace(settings, watch)
+    _check_length(trace, settings.streams)
     hierarchy = find_hierarchy()
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="edgemoe-bench-")))
@@ -136,12 +144,8 @@ def _why_not(hierarchy: Hierarchy | str) -> str:
     return hierarchy if isinstance(hierarchy, str) else ""
 
 
-def _trace(settings: Settings, watch: Watch) -> Trace:
-    """The routing to replay: the person's, or the demo model's on its four texts."""
-    if settings.trace is not None:
-        return load_trace(settings.trace)
-    from edgemoe.data import DOMAINS
-    from edgemoe.demo import demo_file, demo_model
+def _demo_trace(settings: Settings, watch: Watch) -> Trace:
+    """The routing of the demo model on its four texts."""
     from edgemoe.tracing.capture import Settings as Capture
     from edgemoe.tracing.capture import capture
     from edgemoe.tracing.texts import Source
@@ -162,14 +166,23 @@ def _trace(settings: Settings, watch: Watch) -> Trace:
         return load_trace(out)
 
 
-def _check(settings: Settings, trace: Trace, limit: int) -> None:
-    if not settings.directory.is_dir():
-        raise UserError(f"--dir {settings.directory}: no such directory")
-    need = MIN_STEPS * max(settings.streams)
+def _check_length(trace: Trace, streams: Sequence[int]) -> None:
+    need = MIN_STEPS * max(streams)
     if trace.n_tokens < need:
         raise UserError(
-            f"{trace.name}: {trace.n_tokens:,} tokens, and {max(settings.streams)} streams need {need:,}: trace more"
+            f"{trace.name}: {trace.n_tokens:,} tokens, and {max(streams)} streams need {need:,}: trace more"
         )
+
+
+def _check_place(settings: Settings, shape: Shape, limit: int) -> None:
+    """Refuse, before any work, a directory or a machine that does not do."""
+    directory = settings.directory
+    if not directory.is_dir():
+        raise UserError(f"--dir {directory}: no such directory")
+    if caches := disk_of(directory).caches:
+        raise UserError(f"--dir {directory}: {caches}, so there is no disk to measure: give one on a disk")
+    if not (directory / shape.name).exists():
+        check_room(shape, directory)
     free = ram().available
     if 2 * limit + _SPARE > free:
         raise UserError(

@@ -44,4 +44,6 @@ def test_what_it_refuses(refused, tmp_path):
     many = short_trace(tmp_path / "many.npz", 600)
     few = refused("--dir", tmp_path, "--trace", many, "--ram", f"{least}MB")
     assert "recorded ×32" in few and "or fewer --streams" in few
+    assert "so there is no disk to measure" in refused("--dir", "/dev/shm", "--trace", trace)
+    assert "no such directory" in refused("--dir", tmp_path / "none")  # and the demo model is not traced before
     assert "missing.npz" in refused("--dir", tmp_path, "--trace", tmp_path / "missing.npz")
