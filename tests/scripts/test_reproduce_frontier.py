@@ -26,9 +26,10 @@ def test_a_quick_study_is_measured_once_and_judged(tmp_path: Path) -> None:
     (claim,) = said["claims"]
     assert claim["kl"]["mean"] == pytest.approx(psr["kl"]["mean"] - prior["kl"]["mean"])
     assert claim["copies"]["mean"] == pytest.approx(psr["copies"] - prior["copies"])
-    assert (tmp_path / "frontier.png").stat().st_size > 1000 and "| psr n=1 λ=0.2 |" in (
-        tmp_path / "frontier.md"
-    ).read_text(encoding="utf-8")
+    page = (tmp_path / "frontier.md").read_text(encoding="utf-8")
+    assert (tmp_path / "frontier.png").stat().st_size > 1000 and "| psr n=1 λ=0.2 |" in page
+    four = f"| 50% | A | {prior['kl']['mean']:.4f} ± {prior['kl']['half_width']:.4f} | {psr['kl']['mean']:.4f} ± "
+    assert four in page
     results = sorted(tmp_path.glob("*/*.json"))
     before = [path.stat().st_mtime_ns for path in results]
     again = subprocess.run(command, capture_output=True, text=True, env=one, timeout=600)
