@@ -39,8 +39,8 @@ class Subject:
         typer.Option(
             "--trace",
             metavar="FILE.npz",
-            help="Recorded routing, with scores, pre-gates, bonus scale and warm set. Default: the demo model's on its"
-            " texts, layers used again to fill the geometry.",
+            help="Recorded routing, of edgemoe trace --scores --pregate. Default: the demo model's on its texts, layers"
+            " used again to fill the geometry.",
         ),
     ] = None
     file: Annotated[

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 from gpu_subjects import tiny_subject
 
-from edgemoe.bench.gpu import run
+from edgemoe.bench.gpu import measure, run
 from edgemoe.bench.gpu.determinism import determinism, verdict
 from edgemoe.bench.gpu.pictures import draw
 from edgemoe.bench.gpu.report import as_json, bars
@@ -125,6 +125,23 @@ def test_timing_changes_text_on_the_physical_cache_alone() -> None:
     assert verdict(found) == {"logical": True, "physical": False}
     assert verdict([logical[0], replace(logical[1], same=False)])["logical"] is False
     assert verdict([]) == {"logical": None, "physical": None}
+
+
+def test_a_gpu_that_fails_keeps_the_rounds_before(monkeypatch) -> None:
+    whole, rounds = measure.one_round, []
+
+    def fails_in_the_third(*arguments):
+        rounds.append(1)
+        if len(rounds) > 2:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+        whole(*arguments)
+
+    monkeypatch.setattr(measure, "one_round", fails_in_the_third)
+    report = bench_gpu(settings(rounds=4))
+    assert report.ended.rounds == 2 and report.ended.why.startswith("the GPU failed: CUDA error: an illegal")
+    assert all(len(row.rounds) == 2 for row in report.rows)
+    with pytest.raises(UserError, match="start again"):
+        bench_gpu(settings(rounds=4))  # in its first round, this time
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:

@@ -25,8 +25,22 @@ def test_windows_are_taken_from_every_domain_in_turn(tmp_path: Path) -> None:
     assert found.domains == ("a", "b", "a")
     assert [tokens[0] for tokens in found.tokens] == [0, 20, 10] and [len(t) for t in found.tokens] == [6, 6, 6]
     assert np.array_equal(found.windows[1].scores, trace.scores[:, 20:26])
-    with pytest.raises(UserError, match="no pregate, warm in it"):
-        recording_of(replace(trace, pregate=None, warm=None), 3, 6)
+    assert np.array_equal(found.delta, trace.delta) and found.notes == ()
+    with pytest.raises(UserError, match="no pregate in it"):
+        recording_of(replace(trace, pregate=None), 3, 6)
+
+
+def test_a_trace_without_bonus_scale_and_warm_set_gives_half_of_its_windows_to_estimate_them(tmp_path: Path) -> None:
+    trace = replace(load_trace(trace_file(tmp_path / "t.npz")), delta=None, warm=None)
+    found = recording_of(trace, 9, 6)
+    assert [tokens[0] for tokens in found.tokens] == [10, 30] and "first half" in found.notes[0]
+    early = np.r_[0:10, 20:30]
+    ranges = np.ptp(trace.scores[:, early], axis=-1)
+    assert found.delta == pytest.approx(ranges.mean(1), rel=1e-5)
+    most = np.bincount(trace.experts[1, early].ravel(), minlength=64).argmax()
+    assert found.warm[1, 0] == most
+    with pytest.raises(UserError, match="trace more tokens"):
+        recording_of(replace(trace, windows=trace.windows[:1], domains=("a",)), 9, 6)
 
 
 def test_executors_get_a_layer_s_scores_and_the_next_one_s_pregate() -> None:

@@ -17,9 +17,10 @@ class ForcedDevice(DeviceExecutor):
     def forced(self, tokens: np.ndarray, position: int) -> np.ndarray:  # [T] float64, seconds
         """Decode tokens [T] alone, one after the other, without a host between them.
 
-        A token's time ends where the next one's begins: what lies between graphs counts. The first call on an executor
-        also makes the graph. Raises `UserError` where a copy did not arrive.
+        A token's time ends where the next one's begins: what lies between graphs counts. Raises `UserError` where a
+        copy did not arrive.
         """
+        self.prepare()
         device = self._control.device
         rows = np.stack([[0, position + i, RUNNING, int(token)] for i, token in enumerate(tokens)])
         words = torch.from_numpy(rows.astype(np.int64)).to(device)

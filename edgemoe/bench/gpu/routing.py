@@ -48,17 +48,41 @@ class Recording:
 
 
 def recording_of(trace: Trace, windows: int, tokens: int) -> Recording:
-    """The first `windows` windows of a trace, one of each domain in turn, and of each the first `tokens` tokens.
+    """`windows` windows of a trace, one of each domain in turn, and of each the first `tokens` tokens.
 
-    Raises `UserError` for a trace without scores and pre-gates, bonus scale and warm set.
+    A trace without bonus scale and warm set gives the first half of each domain's windows to estimate them, and
+    replays the rest. Raises `UserError` for a trace without scores and pre-gates, or without the windows for that.
     """
-    missing = [what for what in ("scores", "pregate", "delta", "warm") if getattr(trace, what) is None]
+    missing = [what for what in ("scores", "pregate") if getattr(trace, what) is None]
     if missing:
         raise UserError(
-            f"{trace.name}: no {', '.join(missing)} in it: replaying needs scores, pre-gates, the bonus scale and the "
-            "warm set; without --trace the demo model's routing is taken"
+            f"{trace.name}: no {' and no '.join(missing)} in it: trace again with --scores --pregate; without --trace "
+            "the demo model's routing is taken"
         )
-    return _cut(trace, _in_turn(trace.domains, range(len(trace.domains)))[:windows], tokens)
+    if trace.delta is not None and trace.warm is not None:
+        return _cut(trace, _in_turn(trace.domains, range(len(trace.domains)))[:windows], tokens)
+    return _halved(trace, windows, tokens)
+
+
+def _halved(trace: Trace, windows: int, tokens: int) -> Recording:
+    """The first half of each domain's windows estimates, of the rest `windows` are replayed."""
+    assert trace.scores is not None
+    index = np.searchsorted(trace.windows, np.arange(trace.n_tokens), side="right") - 1  # of each token's window
+    numbers = [np.unique(index[at]) for at in trace.token_domains.values()]
+    early = np.isin(index, np.concatenate([found[: len(found) // 2] for found in numbers]))
+    late = np.concatenate([found[len(found) // 2 :] for found in numbers])
+    if not early.any():
+        raise UserError(
+            f"{trace.name}: no bonus scale and warm set in it, and one window of each text leaves none to estimate "
+            "them from: trace more tokens"
+        )
+    estimated = replace(
+        trace,
+        delta=np.array([mean_range(score_ranges(scores[early])) for scores in trace.scores], np.float32),
+        warm=np.array([ranking(experts[early], trace.n_experts) for experts in trace.experts]),
+    )
+    said = "the first half of each text's windows estimates the bonus scale and the warm set, the rest is replayed"
+    return _cut(estimated, _in_turn(trace.domains, late.tolist())[:windows], tokens, (said,))
 
 
 def _cut(trace: Trace, numbers: Sequence[int], tokens: int, notes: tuple[str, ...] = ()) -> Recording:
@@ -123,23 +147,10 @@ def filled(recording: Recording, n_layers: int) -> Recording:
 
 
 def demo_recording(windows: int, tokens: int, watch: Watch, per_text: int = _DEMO_TOKENS) -> Recording:
-    """The demo model's routing of its four texts: the first half of each estimates Δ̄ and the warm set, the rest is
-    replayed."""
+    """The demo model's routing of its four texts, traced now."""
     from edgemoe.demo import record
 
     with tempfile.TemporaryDirectory(prefix="edgemoe-bench-") as folder:
         path = record(Path(folder), per_text, lambda total: watch("tracing the demo model", total, "tokens"))
         trace = load_trace(path)
-    assert trace.scores is not None
-    index = np.searchsorted(trace.windows, np.arange(trace.n_tokens), side="right") - 1  # of each token's window
-    numbers = {domain: np.unique(index[at]) for domain, at in trace.token_domains.items()}
-    early = np.isin(index, np.concatenate([found[: len(found) // 2] for found in numbers.values()]))
-    late = np.concatenate([found[len(found) // 2 :] for found in numbers.values()])
-    estimated = replace(
-        trace,
-        name="the demo model on its texts",
-        delta=np.array([mean_range(score_ranges(scores[early])) for scores in trace.scores], np.float32),
-        warm=np.array([ranking(experts[early], trace.n_experts) for experts in trace.experts]),
-    )
-    said = "the first half of each text estimates the bonus scale and the warm set, the second is replayed"
-    return _cut(estimated, _in_turn(trace.domains, late.tolist())[:windows], tokens, (said,))
+    return _halved(replace(trace, name="the demo model on its texts"), windows, tokens)
