@@ -86,7 +86,8 @@ class _Conversation:
         """Whether Ctrl-C ended it."""
         person = sys.stdin.isatty()
         if person and not self.quiet:
-            print(f"{self.writer.engine.description}. {_HELP}", file=sys.stderr)  # noqa: T201
+            name = self.writer.engine.description.replace(" ?B", "")  # a size that llama.cpp has no name for
+            _hint(f"{name}. {_HELP}")
         try:
             for line in _turns(person):
                 if line == "/exit":
@@ -95,7 +96,7 @@ class _Conversation:
                     self.messages = list(self.opening)
                     self.writer.reset()
                 elif line in ("/help", "/?"):
-                    print(_HELP, file=sys.stderr)  # noqa: T201
+                    _hint(_HELP)
                 else:
                     self._say(line, person)
         except KeyboardInterrupt:
@@ -153,8 +154,16 @@ def _line(ask: str) -> str:
     return line.removesuffix("\n")
 
 
+def _hint(text: str) -> None:
+    from edgemoe.cli.output import errors, say
+
+    say(errors(), text)
+
+
 def _print_turn(summary: Summary) -> None:
-    from rich.console import Console
+    from rich.text import Text
+
+    from edgemoe.cli.output import errors, say
 
     parts = [f"{summary.generated_tokens:,} tokens"]
     if summary.tokens_per_s:
@@ -164,4 +173,4 @@ def _print_turn(summary: Summary) -> None:
     parts.append(f"context {summary.context_tokens:,} of {summary.n_ctx:,}")
     if summary.finish in ("context", "interrupted"):
         parts.append({"context": "the context is full: /reset", "interrupted": "interrupted"}[summary.finish])
-    Console(stderr=True, highlight=False).print(" · ".join(parts), style="dim")
+    say(errors(), Text(" · ".join(parts), style="dim"))

@@ -37,6 +37,7 @@ _ENDINGS = {
 @contextmanager
 def loaded(model: Path, quiet: bool, streaming: dict[str, Any], records: Records, **settings: Any) -> Iterator[Writer]:
     """A writer on the model, loaded under a progress bar, watched by the trace of `records`, closed at the end."""
+    from edgemoe.cli.output import errors, say_notes
     from edgemoe.generation import load
     from edgemoe.generation.loading import load_steps
     from edgemoe.progress import progress
@@ -60,8 +61,7 @@ def loaded(model: Path, quiet: bool, streaming: dict[str, Any], records: Records
     with writer:
         records.about(writer, described(writer))
         if not quiet:
-            for note in notes(writer, calibrated="calibration" in streaming):
-                print(f"note {note}", file=sys.stderr)  # noqa: T201
+            say_notes(errors(), notes(writer, calibrated="calibration" in streaming), ())
         yield writer
 
 
@@ -290,12 +290,11 @@ def _status(meter: Meter) -> str:
 
 def print_summary(summary: Summary, title: str, records: Records) -> None:
     """The figures of a generation, on standard error: standard output has the text and nothing else."""
-    from rich.console import Console
     from rich.text import Text
 
-    from edgemoe.cli.output import say
+    from edgemoe.cli.output import errors, say
 
-    out, rows = Console(stderr=True, highlight=False), list(_rows(summary, title))
+    out, rows = errors(), list(_rows(summary, title))
     if str(records):
         rows.append(("trace", str(records)))
     width = 2 + max(len(name) for name, _ in rows)

@@ -39,6 +39,13 @@ def console(quiet: bool = False) -> Console:
     return made
 
 
+def errors() -> Console:
+    """Standard error, for what is no result: names stay as they are there, too."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, emoji=False)
+
+
 def table(*columns: str | Text, left: Iterable[str] = ()) -> Table:
     """A plain table: the first column and those in `left` (or without a name) to the left, figures to the right.
 

@@ -40,7 +40,7 @@ class StatusLine:
             sys.stdout.flush()
 
     def show(self, text: str) -> None:
-        """Replace the line; what does not fit is cut."""
+        """Replace the line; of its parts (between ` · `) those that do not fit are left out, the last ones first."""
         if not self._active:
             return
         size = shutil.get_terminal_size()
@@ -49,7 +49,7 @@ class StatusLine:
                 self._reserve(size.lines)
             if self._rows:
                 on, off = self._dim
-                shown = text[: size.columns - 1]
+                shown = _fitting(text, size.columns - 1)
                 self._send(f"{_SAVE}\033[{self._rows};1H{_CLEAR}{on}{shown}{off}{_RESTORE}")
 
     def _reserve(self, rows: int) -> None:
@@ -79,3 +79,9 @@ class StatusLine:
         with self._lock:
             self._release()
             self._active = False
+
+
+def _fitting(text: str, columns: int) -> str:
+    if len(text) <= columns:
+        return text
+    return text[: max(text.rfind(" · ", 0, columns + 1), 0)] or text[:columns]
