@@ -1,0 +1,70 @@
+"""docs/benchmarks-gpu.md: its tables are those of the run beside it, and say what the run says."""
+
+import json
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from gpu_subjects import tiny_subject
+
+from edgemoe.bench.gpu import run as bench
+from edgemoe.bench.gpu.against import Split
+from edgemoe.bench.gpu.report import as_json
+from edgemoe.policy import preset
+
+ROOT = Path(__file__).parents[2]
+SCRIPT, PAGE, RUN = (
+    ROOT / where for where in ("scripts/bench_gpu_tables", "docs/benchmarks-gpu.md", "docs/bench-gpu.json")
+)
+
+
+@pytest.fixture(scope="module")
+def script():
+    loader = SourceFileLoader("bench_gpu_tables", str(SCRIPT))
+    module = module_from_spec(spec_from_loader("bench_gpu_tables", loader))
+    loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(monkeypatch):
+    torch.set_num_threads(1)
+    monkeypatch.setattr(bench, "_subject", lambda settings, watch: tiny_subject())
+    policies = {"exact-lru": preset("exact-lru"), "psr": preset("psr", window=3), "too wide": preset("psr")}
+    settings = bench.Settings(
+        device="cpu", policies=policies, residencies=("50%",), rounds=2, generate=2, determinism=2
+    )  # fmt: skip
+    report = bench.bench_gpu(settings)
+    report.against = [Split("100%", 0, 1, 0.002, 6, best=True), Split("50%", 2, 1, 0.004, 6, best=True)]
+    return json.loads(json.dumps(as_json(report)))
+
+
+def test_every_row_and_every_check_is_there(script, run) -> None:
+    written = script.tables(run)
+    assert written.count("| exact-lru | 4 |") == 3 and "window of 8 candidates" in written
+    assert f"`{run['rows'][1]['config']}`" in written and "| 50% | 2 | 1 | 4.00 | best |" in written
+    assert written.count("| the logical cache |") == len(
+        [one for one in run["determinism"] if one["cache"] == "logical"]
+    )
+    assert all(bar["what"] in written for bar in run["bars"])
+    for table in written.split("\n\n"):
+        lines = [line for line in table.strip().splitlines() if line.startswith("|")]
+        assert len({line.count("|") for line in lines}) <= 1
+
+
+def test_the_page_takes_the_tables_between_its_marks(script, run) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    written = script.page(text, run)
+    assert script.page(written, run) == written and script.tables(run) in written
+    assert written.split(script.BEGIN)[0] == text.split(script.BEGIN)[0]
+
+
+@pytest.mark.skipif(not RUN.exists(), reason="no run on a GPU is kept beside the page")
+def test_the_page_is_what_the_script_writes(script) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert script.page(text, json.loads(RUN.read_text(encoding="utf-8"))) == text
