@@ -84,4 +84,4 @@ class StatusLine:
 def _fitting(text: str, columns: int) -> str:
     if len(text) <= columns:
         return text
-    return text[: max(text.rfind(" · ", 0, columns + 1), 0)] or text[:columns]
+    return text[: max(text.rfind(" · ", 0, columns + len(" · ")), 0)] or text[:columns]
