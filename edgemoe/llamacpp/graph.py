@@ -108,18 +108,52 @@ class Router:
     gate: Gate | str
 
 
+@dataclass(frozen=True)
+class Stop:
+    """The node that a layer's last product of experts multiplies, and the weight that it multiplies it by."""
+
+    at: Reading
+    weight: str
+
+
 def find_routers(nodes: Sequence[Node]) -> dict[int, Router]:
     """The router of every MoE layer in a surveyed graph, by layer id.
 
     Where a layer chooses twice (shared chunks of experts, GroveMoE), the first choice is the one of its experts.
     """
+    named = _by_name(nodes)
+    return {
+        layer: _router(layer, nodes, named) for stem, layer in sorted(named, key=lambda key: key[1]) if stem == TOPK
+    }
+
+
+def find_stops(nodes: Sequence[Node]) -> dict[int, Stop]:
+    """By layer: where a callback can let all of its products of experts run but the last (`ffn_moe_down`), whose input
+    it is. A layer of one product, or whose input has no name, has no such place."""
+    named, stops = _by_name(nodes), {}
+    products: dict[int, list[Node]] = {}
+    for node in nodes:
+        if node.op == "MUL_MAT_ID" and node.layer >= 0:
+            products.setdefault(node.layer, []).append(node)
+    for layer, found in products.items():
+        weight, at = found[-1].source(0).name, found[-1].source(1)
+        while at.layer < 0 and at.op in ("VIEW", "RESHAPE", "CONT"):
+            at = at.source(0)
+        others = {node.source(0).name for node in found[:-1]}
+        if others and weight not in others and at.layer == layer and at.op != "MUL_MAT":
+            try:
+                stops[layer] = Stop(_reading(at, named), weight)
+            except Unrecognised:
+                continue
+    return stops
+
+
+def _by_name(nodes: Sequence[Node]) -> dict[tuple[str, int], list[Node]]:
     named: dict[tuple[str, int], list[Node]] = {}
     for node in nodes:
         if node.layer >= 0:
             named.setdefault((node.stem, node.layer), []).append(node)
-    return {
-        layer: _router(layer, nodes, named) for stem, layer in sorted(named, key=lambda key: key[1]) if stem == TOPK
-    }
+    return named
 
 
 def _reading(node: Node, named: dict[tuple[str, int], list[Node]], width: int | None = None) -> Reading:

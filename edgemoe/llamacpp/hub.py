@@ -55,10 +55,12 @@ class Hub:
         self._words = np.zeros((0, native.TAP_WORDS), np.int64)
         self._table = np.zeros((0, 0, native.TABLE_WORDS), np.int64)
 
-    def install(self, taps: Sequence[Tap], rows: int) -> None:
-        """Prepare to capture `taps`, at most `rows` rows of each per `capture`."""
-        stems = sorted({tap.at.stem for tap in taps})
-        layers = 1 + max((tap.at.layer for tap in taps), default=-1)
+    def install(self, taps: Sequence[Tap], rows: int, stops: Sequence[Reading] = ()) -> None:
+        """Prepare to capture `taps`, at most `rows` rows of each per `capture`. `stops` are nodes that a callback of a
+        subclass wants to see, and none of which rows are copied."""
+        seen = [*(tap.at for tap in taps), *stops]
+        stems = sorted({at.stem for at in seen})
+        layers = 1 + max((at.layer for at in seen), default=-1)
         self._taps = list(taps)
         self._buffers = [np.zeros((rows, tap.width), np.int32 if tap.at.integer else np.float32) for tap in taps]
         self._names = np.zeros((max(len(stems), 1), MAX_NAME), np.uint8)
@@ -72,6 +74,10 @@ class Hub:
             entry = self._table[stems.index(tap.at.stem), tap.at.layer]
             entry[native.INPUT_TAP if tap.of_input else native.OWN_TAP] = i
             entry[native.PERIOD], entry[native.PICK] = tap.at.period, tap.at.pick
+        for at in stops:
+            entry = self._table[stems.index(at.stem), at.layer]
+            assert not entry[native.PERIOD], "a node is a tap or a stop"
+            entry[native.PERIOD], entry[native.PICK] = at.period, at.pick
         # a view of an argsort spans whole rows of all experts: 4 bytes × the widest source
         self._scratch = np.zeros(rows * max((tap.at.span for tap in taps), default=0), np.int32)
         self.state[native.STEMS], self.state[native.STEM_COUNT] = self._names.ctypes.data, len(stems)

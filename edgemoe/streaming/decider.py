@@ -1,12 +1,13 @@
 """The hub whose callback decides: it lays out what `step` works on, from the model's graph, policy and calibration."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
 from edgemoe.errors import UserError
 from edgemoe.llamacpp import native
-from edgemoe.llamacpp.graph import Gate, Reading, Router
+from edgemoe.llamacpp.graph import Gate, Reading, Router, Stop
 from edgemoe.llamacpp.hub import Hub, Tap
 from edgemoe.model import Model
 from edgemoe.policy import LogicalCache, Policy
@@ -19,6 +20,7 @@ ELSE = "keep it in RAM (run it without --ram and --residency)"  # what works whe
 _COMPLAINTS = {
     w.WRONG_IDS: "chose experts that do not exist",
     w.WRONG_ROWS: "did not choose for every token",
+    w.NO_STOP: "computed its last product before its experts had been read",
 }
 
 
@@ -68,13 +70,14 @@ class Decider(Hub):
         *,
         keep: int,
         at_once: int,
+        stops: Mapping[int, Stop] = MappingProxyType({}),
         has_prior: bool = False,
         record: bool = False,
     ) -> None:
         """Decide with a stream's own cache and read with `store` from now on, at most `rows` tokens per decode.
 
         The store keeps `keep` experts per layer, and has up to `at_once` of a layer while that runs; pinned ones are
-        there besides.
+        there besides. `stops`: by layer, where the slices of its last product can be waited for by themselves.
         """
         policy, n_layers, n_experts = caches[0].policy, len(routers), self.model.geometry.n_experts
         self._store, self._caches, self._top_k = store, caches, max(router.top_k for router in routers)
@@ -87,6 +90,9 @@ class Decider(Hub):
             row[w.TOPK_TAP] = _tap(taps, router.topk)
             row[[w.SCORES_TAP, w.MASK_TAP, w.INPUT_TAP]] = -1
             row[w.EXPERT_BYTES], row[w.TOP_K] = self.model.geometry.expert_bytes[at], router.top_k
+            if router.layer in stops:
+                row[w.STOPS] = router.layer + 1
+                store.read_last(at, stops[router.layer].weight)
             if wants_scores and isinstance(router.scores, Reading):
                 row[w.SCORES_TAP] = _tap(taps, router.scores)
                 row[w.MASK_TAP] = _tap(taps, router.mask) if router.mask else -1
@@ -95,7 +101,7 @@ class Decider(Hub):
                 assert isinstance(router.gate, Gate) and isinstance(gate, Gate)
                 row[w.INPUT_TAP] = _tap(taps, router.gate.product, of_input=True)
                 self._form(self._rows[at + 1], gate)
-        self.install(taps, rows)
+        self.install(taps, rows, [stop.at for stop in stops.values()])
         self.prior = np.zeros((rows, n_layers, n_experts) if has_prior else (0, n_layers, n_experts), np.float32)
         self._pregates = np.zeros((n_layers, rows, n_experts) if policy.needs_pregate else (0, 0, 0), np.float32)
         recorded = rows if record else 0
@@ -103,6 +109,7 @@ class Decider(Hub):
         self._counts = np.zeros((n_layers, recorded, 2), np.int32)
         self._copies = np.zeros((n_layers, recorded, 2, n_experts), np.int32)
         self._needed, self._wanted = np.zeros((2, n_experts), np.uint8)
+        self._chosen = np.zeros(n_experts, np.int64)
         self._asked = np.zeros((n_layers, n_experts), np.uint8)
         self._prepared = np.zeros(n_layers, np.int64)
         self._used, self._held = np.zeros((n_layers, n_experts), np.int64), np.zeros(n_experts, np.int64)
@@ -122,6 +129,7 @@ class Decider(Hub):
             (w.ROWS, self._rows),
             (w.NEEDED, self._needed),
             (w.WANTED, self._wanted),
+            (w.CHOSEN, self._chosen),
             (w.BLOCKS, self._blocks),
             (w.ROW_STREAM, self._row_stream),
             (w.LIVE, self.live),
@@ -151,7 +159,7 @@ class Decider(Hub):
         """Before a decode whose rows belong to `streams` [T], each one's in order. What an earlier one prepared is
         void, and what it asked for counts no more: its cache was restored."""
         ctl, tokens = self.ctl, len(streams)
-        ctl[w.TOKENS], ctl[w.COMPLAINT] = tokens, 0
+        ctl[[w.TOKENS, w.COMPLAINT, w.OPEN]] = tokens, 0, -1
         ctl[w.SINGLE] = len(set(streams.tolist())) == tokens
         ctl[w.CLOCK] += 1
         self._row_stream[:tokens] = streams
@@ -163,8 +171,9 @@ class Decider(Hub):
 
     def complaint(self) -> UserError | None:
         """Why the last decode stopped, if the callback stopped it; failed reads are the store's to explain."""
-        found = _COMPLAINTS.get(int(self.ctl[w.COMPLAINT]))
-        layer = self._layers[int(self.ctl[w.COMPLAINT_LAYER])]
+        late = int(self.ctl[w.OPEN])
+        found = _COMPLAINTS.get(w.NO_STOP if late >= 0 else int(self.ctl[w.COMPLAINT]))
+        layer = self._layers[late if late >= 0 else int(self.ctl[w.COMPLAINT_LAYER])]
         return (
             UserError(f"{self.model.path}: layer {layer} {found}: streaming does not fit this model: {ELSE}")
             if found
@@ -173,8 +182,8 @@ class Decider(Hub):
 
     @property
     def failed(self) -> bool:
-        """Whether the callback stopped the last decode."""
-        return bool(self.ctl[w.COMPLAINT])
+        """Whether the callback stopped the last decode, or was not asked before a layer's last product."""
+        return bool(self.ctl[w.COMPLAINT]) or bool(self.ctl[w.OPEN] >= 0)
 
     def record(self, rows: slice) -> dict[str, np.ndarray]:
         """What the last decode decided for these rows, from: executed [L, T, k] (−1 pads), counts [L, T, 2] and copies

@@ -31,7 +31,8 @@ def kernel(function: F) -> F:
 
 def _stamp() -> str:
     here, base = Path(__file__).parent, Path(str(native.__file__)).parent
-    files = [here / f"{name}.py" for name in ("frames", "jit", "keeping", "pregate", "reads", "step", "words")]
+    names = "frames", "jit", "keeping", "pregate", "reader", "reads", "step", "words"
+    files = [here / f"{name}.py" for name in names]
     files += [base / "native.py", base / "layout.py"]
     policy = source_digest(Path(str(algorithm1.__file__)).parent)
     return hashlib.sha256(b"".join(file.read_bytes() for file in files) + policy.encode()).hexdigest()

@@ -51,7 +51,7 @@ def holders(ctl, layer):  # type: ignore[no-untyped-def]
 def make_room(ctl, layer, room, wanted):  # type: ignore[no-untyped-def]
     """Give experts back until a layer has at most `room` besides those that are pinned: those there or on their way,
     and those `wanted` (uint8 [E]), which stay. Returns how many it has then; more than `room` where what is left is
-    wanted or being read."""
+    wanted or being read. Their pages go at the next `reads.trim`."""
     c = cache_of(ctl, 0)
     store, experts = _words(ctl[w.STORE], reads.CTL_WORDS), ctl[w.EXPERTS]
     at = reads.table(store, reads.STATE)[layer * experts : (layer + 1) * experts]
@@ -71,6 +71,6 @@ def make_room(ctl, layer, room, wanted):  # type: ignore[no-untyped-def]
                     worst = e
         if worst < 0:
             break
-        reads.release(store, layer, worst)
+        reads.vacate(store, layer, worst)
         count -= 1
     return count

@@ -53,8 +53,8 @@ def bring(store: "ExpertStore", pins: Pins) -> None:
         needed = np.zeros(store.model.geometry.n_experts, np.uint8)
         needed[list(experts)] = 1
         reads.lock(store.ctl)
-        for expert in experts:
-            reads.put(store.ctl, reads.DEMAND, row, expert)
-        reads.unlock_and_wake(store.ctl)
-        if not reads.wait_for(store.ctl, row, needed):
+        reads.put(store.ctl, reads.DEMAND, row, np.array(experts, np.int64))
+        reads.unlock(store.ctl)
+        reads.wake(store.ctl)
+        if not reads.wait_for(store.ctl, row, needed, reads.WHOLE):
             raise store.settle() or UserError("reading the pinned experts was given up: start again")

@@ -1,14 +1,13 @@
-"""The store's native half: what is where, a queue of reads, and the threads that do them.
+"""The store's native half: what is where, and the queue of reads that the threads of `reader` take theirs from.
 
 Everything lies in plain memory that `store.ExpertStore` lays out; `ctl` is its control block (int64, the words below).
 An expert of a layer is ABSENT, QUEUED, READING or PRESENT. Only the callback's thread makes an expert QUEUED or ABSENT,
 only readers go from QUEUED to PRESENT, and both under one mutex: so what the callback sees as ABSENT or PRESENT stays
-so until it says otherwise, and pages can be given back without a lock.
+so until it says otherwise, and pages can be given back without a lock. Two slices can share a page: it is given back
+only when no expert that has bytes in it is wanted.
 
-O_DIRECT reads whole pages, and the first and last page of a slice hold bytes of its neighbours too. Those two are read
-into the reader's own memory, and only the slice's bytes are copied out of them: encrypted disks decrypt in place, so
-that a page being read may hold anything meanwhile, and a neighbour may be computed with. A page is given back only when
-no expert that has bytes in it is wanted.
+A layer does not need all of an expert at once. Where its last product can be waited for by itself, the slices of that
+product are read after those of all the others, and are on their way while the others are computed with.
 """
 
 import numpy as np
@@ -20,19 +19,21 @@ from edgemoe.streaming.jit import kernel
 
 ABSENT, QUEUED, READING, PRESENT = 0, 1, 2, 3
 DEMAND, PREFETCH = 0, 1
+FIRST, WHOLE = 0, 1  # of an expert: all but the slices of its layer's last product, or those too
 
 # ctl: geometry, then addresses, then what changes
 (LAYERS, EXPERTS, TENSORS, PAGE, PIECE, RING) = range(6)
 (PLACES, STATE, LEFT, TICKET, RINGS, MUTEX, WORK, DONE) = range(6, 14)
 (STOP, ABORT, FAILED, FAILED_READ, FAILED_GOT, DELAY, VERIFY, IN_FLIGHT, WAITING, FRAMES) = range(14, 24)
-(QUEUED_AT, LOG, LOG_ROOM, LOG_COUNT, GROUP) = range(24, 29)
+(QUEUED_AT, LOG, LOG_ROOM, LOG_COUNT, GROUP, LEFT_FIRST, LEAVING, LEAVING_ROOM) = range(24, 32)
 CTL_WORDS = 32
 # what FAILED says
 READ_FAILED, READ_DIFFERS = 1, 2
 
 # a tensor's place, [L, J, PLACE_WORDS]: descriptor, another for buffered reads, offset in the file, bytes per expert
-# (0: the layer has fewer tensors), address, and whether the page cache has to be told to forget
-FD, FD_BUFFERED, OFFSET, LENGTH, ADDRESS, FORGET, PLACE_WORDS = 0, 1, 2, 3, 4, 5, 6
+# (0: the layer has fewer tensors), address, whether the page cache has to be told to forget, and whether it is the
+# layer's last product, whose slices are read last
+FD, FD_BUFFERED, OFFSET, LENGTH, ADDRESS, FORGET, LAST, PLACE_WORDS = range(8)
 # a line of the log, [LOG_ROOM, LOG_WORDS]: the read, nanoseconds at which it was queued, begun and done, what was
 # waited for before
 LOG_READ, LOG_QUEUED, LOG_BEGUN, LOG_DONE, LOG_GROUP, LOG_WORDS = 0, 1, 2, 3, 4, 5
@@ -42,16 +43,11 @@ TAKE, PUT, RING_WORDS = 0, 1, 2
 _lock = types.ExternalFunction("pthread_mutex_lock", types.int32(types.intp))
 _unlock = types.ExternalFunction("pthread_mutex_unlock", types.int32(types.intp))
 _wait = types.ExternalFunction("pthread_cond_wait", types.int32(types.intp, types.intp))
+_signal = types.ExternalFunction("pthread_cond_signal", types.int32(types.intp))
 _broadcast = types.ExternalFunction("pthread_cond_broadcast", types.int32(types.intp))
-_pread = types.ExternalFunction("pread", types.int64(types.int32, types.intp, types.uintp, types.int64))
-_preadv = types.ExternalFunction("preadv", types.int64(types.int32, types.intp, types.int32, types.int64))
-_memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.uintp))
-_memcmp = types.ExternalFunction("memcmp", types.int32(types.intp, types.intp, types.uintp))
 _madvise = types.ExternalFunction("madvise", types.int32(types.intp, types.uintp, types.int32))
-_fadvise = types.ExternalFunction("posix_fadvise", types.int32(types.int32, types.int64, types.int64, types.int32))
-_nanosleep = types.ExternalFunction("nanosleep", types.int32(types.intp, types.intp))
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
-_MADV_DONTNEED = _FADV_DONTNEED = 4
+_MADV_DONTNEED = 4
 _MONOTONIC = 1
 
 
@@ -69,7 +65,8 @@ def now(clock):  # type: ignore[no-untyped-def]
 
 @kernel
 def table(ctl, which):  # type: ignore[no-untyped-def]
-    """STATE, LEFT (pieces still to be read), TICKET (which a queued read must show), QUEUED_AT: int64 [L·E]."""
+    """STATE, LEFT (pieces still to be read), LEFT_FIRST (those that are read first), TICKET (which a queued read must
+    show), QUEUED_AT: int64 [L·E]."""
     return words(ctl[which], ctl[LAYERS] * ctl[EXPERTS])
 
 
@@ -88,37 +85,50 @@ def cover(ctl, at, expert):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def pieces(ctl, layer, expert):  # type: ignore[no-untyped-def]
-    """How many reads bring an expert."""
-    count = 0
-    for tensor in range(ctl[TENSORS]):
-        at = place(ctl, layer, tensor)
-        if at[LENGTH] > 0:
-            start, end = cover(ctl, at, expert)
-            count += (end - start + ctl[PIECE] - 1) // ctl[PIECE]
-    return count
+def pieces(ctl, layer, expert, tensor):  # type: ignore[no-untyped-def]
+    """How many reads bring an expert's slice of a tensor."""
+    at = place(ctl, layer, tensor)
+    if at[LENGTH] == 0:
+        return 0
+    start, end = cover(ctl, at, expert)
+    return (end - start + ctl[PIECE] - 1) // ctl[PIECE]
 
 
 @kernel
-def put(ctl, kind, layer, expert):  # type: ignore[no-untyped-def]
-    """Queue the reads of an expert; False if the ring is full. The mutex is held."""
+def put(ctl, kind, layer, chosen):  # type: ignore[no-untyped-def]
+    """Queue the reads of experts (int64 [n]): of all their first slices, then of the last product's. Returns how many
+    of them there was room for. The mutex is held."""
     room = ctl[RING]
     ring = words(ctl[RINGS] + kind * 8 * (RING_WORDS + 2 * room), RING_WORDS + 2 * room)
-    cell = layer * ctl[EXPERTS] + expert
-    count = pieces(ctl, layer, expert)
-    if ring[PUT] - ring[TAKE] + count > room:
-        return False
-    ticket = table(ctl, TICKET)
-    ticket[cell] += 1  # whatever is queued of it already is void
-    table(ctl, LEFT)[cell] = count
-    table(ctl, STATE)[cell] = QUEUED
-    if ctl[LOG] != 0:
-        table(ctl, QUEUED_AT)[cell] = now(np.empty(2, np.int64))
-    for piece in range(count):
-        slot = RING_WORDS + 2 * (ring[PUT] % room)
-        ring[slot], ring[slot + 1] = cell * 65536 + piece, ticket[cell]
-        ring[PUT] += 1
-    return True
+    ticket, first = table(ctl, TICKET), layer * ctl[EXPERTS]
+    queued, free = 0, room - ring[PUT] + ring[TAKE]
+    for expert in chosen:
+        cell, count, count_first = first + expert, 0, 0
+        for tensor in range(ctl[TENSORS]):
+            found = pieces(ctl, layer, expert, tensor)
+            count += found
+            if place(ctl, layer, tensor)[LAST] == 0:
+                count_first += found
+        if count > free:
+            break
+        free -= count
+        queued += 1
+        ticket[cell] += 1  # whatever is queued of it already is void
+        table(ctl, LEFT)[cell], table(ctl, LEFT_FIRST)[cell] = count, count_first
+        table(ctl, STATE)[cell] = QUEUED
+        if ctl[LOG] != 0:
+            table(ctl, QUEUED_AT)[cell] = now(np.empty(2, np.int64))
+    for last in range(2):
+        for expert in chosen[:queued]:
+            piece = 0
+            for tensor in range(ctl[TENSORS]):
+                for _ in range(pieces(ctl, layer, expert, tensor)):
+                    if place(ctl, layer, tensor)[LAST] == last:
+                        slot = RING_WORDS + 2 * (ring[PUT] % room)
+                        ring[slot], ring[slot + 1] = (first + expert) * 65536 + piece, ticket[first + expert]
+                        ring[PUT] += 1
+                    piece += 1
+    return queued
 
 
 @kernel
@@ -141,65 +151,6 @@ def withdraw(ctl, layer, expert):  # type: ignore[no-untyped-def]
     cell = layer * ctl[EXPERTS] + expert
     table(ctl, TICKET)[cell] += 1
     table(ctl, STATE)[cell] = ABSENT
-
-
-@kernel
-def _whole(fd, address, start, need, room):  # type: ignore[no-untyped-def]
-    """pread at least `need` of `room` bytes: `need`, or less where the file ends, or −1 for an error."""
-    done = 0
-    while done < need:
-        got = _pread(fd, address + done, room - done, start + done)
-        if got < 0:
-            return got
-        done += got
-        if got == 0 or (done < need and done % 512 != 0):  # the end of the file: no block ends there
-            return done
-    return need
-
-
-@kernel
-def _gather(ctl, at, first, last, scratch):  # type: ignore[no-untyped-def]
-    """Read bytes first … last of a tensor's file to their place: what pread gave in all, `last − first` if all is well.
-
-    Whole pages go there directly, what shares its page with others by way of `scratch`; one call reads them all.
-    """
-    page = ctl[PAGE]
-    vectors = words(scratch.ctypes.data, 6)
-    head, tail = scratch.ctypes.data + page, scratch.ctypes.data + 2 * page
-    place_of = at[ADDRESS] - at[OFFSET]
-    start, inner, outer = first // page * page, (first + page - 1) // page * page, last // page * page
-    if outer < inner:  # all in one page
-        got = _whole(at[FD], head, start, last - start, page)
-        if got == last - start:
-            _memcpy(place_of + first, head + first - start, last - first)
-        return got if got < 0 else max(got - (first - start), 0)
-    count = 0
-    if first < inner:
-        vectors[0], vectors[1] = head, page
-        count = 1
-    if outer > inner:
-        vectors[2 * count], vectors[2 * count + 1] = place_of + inner, outer - inner
-        count += 1
-    if last > outer:
-        vectors[2 * count], vectors[2 * count + 1] = tail, page
-        count += 1
-    need = last - start
-    got = _preadv(at[FD], scratch.ctypes.data, count, start)
-    if 0 <= got < need:  # the kernel may give less than was asked for: vector by vector, then
-        got = 0
-        for i in range(count):
-            part = min(vectors[2 * i + 1], need - got)
-            did = _whole(at[FD], vectors[2 * i], start + got, part, vectors[2 * i + 1])
-            if did != part:
-                return did if did < 0 else max(got + did - (first - start), 0)
-            got += part
-    if got < need:
-        return got
-    if first < inner:
-        _memcpy(place_of + first, head + first - start, inner - first)
-    if last > outer:
-        _memcpy(place_of + outer, tail, last - outer)
-    return last - first
 
 
 @kernel
@@ -227,91 +178,78 @@ def part(ctl, read):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _read(ctl, read, scratch):  # type: ignore[no-untyped-def]
-    """Do one read, a piece of a slice. Returns 0, or what FAILED becomes, and what pread gave."""
-    cell, tensor, first, last = part(ctl, read)
-    at = place(ctl, cell // ctl[EXPERTS], tensor)
-    frames.hold(words(ctl[FRAMES], frames.WORDS), cell * ctl[TENSORS] + tensor)
-    got = _gather(ctl, at, first, last, scratch)
-    if got != last - first:
-        return READ_FAILED, got
-    if ctl[VERIFY]:
-        buffer = scratch.ctypes.data + 3 * ctl[PAGE]
-        got = _whole(at[FD_BUFFERED], buffer, first, last - first, last - first)
-        if got != last - first or _memcmp(buffer, at[ADDRESS] + first - at[OFFSET], last - first) != 0:
-            return READ_DIFFERS, got
-    if at[FORGET] or ctl[VERIFY]:
-        start = first // ctl[PAGE] * ctl[PAGE]
-        _fadvise(at[FD_BUFFERED], start, last - start + ctl[PAGE], _FADV_DONTNEED)
-    return 0, got
+def note(ctl, read):  # type: ignore[no-untyped-def]
+    """A read has been done. The mutex is held."""
+    cell, tensor, _, _ = part(ctl, read)
+    left = table(ctl, LEFT)
+    left[cell] -= 1
+    if place(ctl, cell // ctl[EXPERTS], tensor)[LAST] == 0:
+        table(ctl, LEFT_FIRST)[cell] -= 1
+    if left[cell] == 0:
+        table(ctl, STATE)[cell] = PRESENT
 
 
 @kernel
-def serve(ctl, scratch):  # type: ignore[no-untyped-def]
-    """A reader: takes reads until STOP. `scratch` is aligned: 3 pages, and a piece where reads are verified."""
-    pause, clock = np.zeros(2, np.int64), np.empty(2, np.int64)
-    state, left = table(ctl, STATE), table(ctl, LEFT)
-    _lock(ctl[MUTEX])
-    while ctl[STOP] == 0:
-        read = take(ctl)
-        if read < 0:
-            _wait(ctl[WORK], ctl[MUTEX])
-            continue
-        cell = read // 65536
-        state[cell] = READING
-        ctl[IN_FLIGHT] += 1
-        line = -1
-        if ctl[LOG] != 0 and ctl[LOG_COUNT] < ctl[LOG_ROOM]:
-            line = ctl[LOG_COUNT]
-            ctl[LOG_COUNT] += 1
-            entry = words(ctl[LOG] + 8 * LOG_WORDS * line, LOG_WORDS)
-            entry[LOG_READ], entry[LOG_QUEUED] = read, table(ctl, QUEUED_AT)[cell]
-            entry[LOG_BEGUN], entry[LOG_GROUP] = now(clock), ctl[GROUP]
-        _unlock(ctl[MUTEX])
-        if ctl[DELAY] > 0:  # a slow, uneven disk: not two reads take equally long
-            pause[1] = ctl[DELAY] * (1 + read * 2654435761 % 7) // 4
-            pause[0], pause[1] = pause[1] // 1_000_000_000, pause[1] % 1_000_000_000
-            _nanosleep(pause.ctypes.data, 0)
-        failed, got = _read(ctl, read, scratch)
-        if line >= 0:
-            words(ctl[LOG] + 8 * LOG_WORDS * line, LOG_WORDS)[LOG_DONE] = now(clock)
-        _lock(ctl[MUTEX])
-        ctl[IN_FLIGHT] -= 1
-        if failed != 0:
-            if ctl[FAILED] == 0:
-                ctl[FAILED], ctl[FAILED_READ], ctl[FAILED_GOT] = failed, read, got
-        else:
-            left[cell] -= 1
-            if left[cell] == 0:
-                state[cell] = PRESENT
-        if ctl[WAITING]:
-            _broadcast(ctl[DONE])
-    _unlock(ctl[MUTEX])
+def is_there(ctl, cell, much):  # type: ignore[no-untyped-def]
+    """Whether so much (FIRST or WHOLE) of an expert has been read. The mutex is held."""
+    state = table(ctl, STATE)[cell]
+    return state == PRESENT or (much == FIRST and state != ABSENT and table(ctl, LEFT_FIRST)[cell] == 0)
+
+
+@kernel
+def is_awaited(ctl, cell):  # type: ignore[no-untyped-def]
+    """Whether what was just read may be what the callback waits for. The mutex is held."""
+    return ctl[WAITING] < 0 or (ctl[WAITING] == cell + 1 and table(ctl, LEFT_FIRST)[cell] == 0)
 
 
 @kernel
 def release(ctl, layer, expert):  # type: ignore[no-untyped-def]
     """Give an expert's pages back, or its frames to others, except pages in which another expert's bytes are wanted."""
-    page, experts = ctl[PAGE], ctl[EXPERTS]
+    vacate(ctl, layer, expert)
+    trim(ctl)
+
+
+@kernel
+def vacate(ctl, layer, expert):  # type: ignore[no-untyped-def]
+    """Let others have an expert's frames; its other pages stay until `trim`, which takes longer and can wait."""
+    cell = layer * ctl[EXPERTS] + expert
+    table(ctl, STATE)[cell] = ABSENT
     pool = words(ctl[FRAMES], frames.WORDS)
-    state = table(ctl, STATE)
-    state[layer * experts + expert] = ABSENT
     for tensor in range(ctl[TENSORS]):
-        at = place(ctl, layer, tensor)
-        if at[LENGTH] == 0:
+        if place(ctl, layer, tensor)[LENGTH] > 0:
+            frames.leave(pool, cell * ctl[TENSORS] + tensor)
+    leaving = words(ctl[LEAVING], 1 + ctl[LEAVING_ROOM])
+    if leaving[0] == ctl[LEAVING_ROOM]:
+        trim(ctl)
+    leaving[0] += 1
+    leaving[leaving[0]] = cell
+
+
+@kernel
+def trim(ctl):  # type: ignore[no-untyped-def]
+    """Give the pages back that vacated experts had besides their frames, unless other bytes in them are wanted."""
+    page, experts = ctl[PAGE], ctl[EXPERTS]
+    pool, state = words(ctl[FRAMES], frames.WORDS), table(ctl, STATE)
+    leaving = words(ctl[LEAVING], 1 + ctl[LEAVING_ROOM])
+    for i in range(leaving[0]):
+        layer, expert = leaving[1 + i] // experts, leaving[1 + i] % experts
+        if state[leaving[1 + i]] != ABSENT:  # wanted again
             continue
-        start, end = cover(ctl, at, expert)
-        if _shared(ctl, at, layer, start):
-            start += page
-        if end > start and _shared(ctl, at, layer, end - page):
-            end -= page
-        slice_ = (layer * experts + expert) * ctl[TENSORS] + tensor
-        frame = (at[OFFSET] + expert * at[LENGTH] + page - 1) // page * page
-        after = frames.frame_end(pool, slice_, frame)
-        _give_back(at, start, min(frame, end) if after > frame else end)
-        if after > frame:
-            _give_back(at, after, end)
-            frames.leave(pool, slice_)
+        for tensor in range(ctl[TENSORS]):
+            at = place(ctl, layer, tensor)
+            if at[LENGTH] == 0:
+                continue
+            start, end = cover(ctl, at, expert)
+            if _shared(ctl, at, layer, start):
+                start += page
+            if end > start and _shared(ctl, at, layer, end - page):
+                end -= page
+            frame = (at[OFFSET] + expert * at[LENGTH] + page - 1) // page * page
+            after = frames.frame_end(pool, leaving[1 + i] * ctl[TENSORS] + tensor, frame)
+            _give_back(at, start, min(frame, end) if after > frame else end)
+            if after > frame:
+                _give_back(at, after, end)
+    leaving[0] = 0
 
 
 @kernel
@@ -338,27 +276,52 @@ def lock(ctl):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def unlock_and_wake(ctl):  # type: ignore[no-untyped-def]
-    """After queueing: readers look again."""
-    _broadcast(ctl[WORK])
+def unlock(ctl):  # type: ignore[no-untyped-def]
     _unlock(ctl[MUTEX])
 
 
 @kernel
-def wait_for(ctl, layer, needed):  # type: ignore[no-untyped-def]
-    """Until every needed expert of a layer (uint8 [E]) is PRESENT; False after a failed read, or when told to stop."""
-    state, experts = table(ctl, STATE), ctl[EXPERTS]
-    fine = True
+def wake(ctl):  # type: ignore[no-untyped-def]
+    """After queueing: as many readers look again as there are reads. Waking one up in vain costs this thread, too."""
+    room, count = ctl[RING], 0
+    for kind in range(2):
+        ring = words(ctl[RINGS] + kind * 8 * (RING_WORDS + 2 * room), RING_WORDS)
+        count += ring[PUT] - ring[TAKE]
+    if count > 4:
+        _broadcast(ctl[WORK])
+    else:
+        for _ in range(count):
+            _signal(ctl[WORK])
+
+
+@kernel
+def have_come(ctl, layer, needed, much):  # type: ignore[no-untyped-def]
+    """Whether so much (FIRST or WHOLE) of every needed expert of a layer (uint8 [E]) is there."""
+    fine, first = True, layer * ctl[EXPERTS]
     _lock(ctl[MUTEX])
-    ctl[WAITING] = 1
-    for expert in range(experts):
-        while fine and needed[expert] and state[layer * experts + expert] != PRESENT:
+    for expert in range(ctl[EXPERTS]):
+        if needed[expert] and not is_there(ctl, first + expert, much):
+            fine = False
+    _unlock(ctl[MUTEX])
+    return fine
+
+
+@kernel
+def wait_for(ctl, layer, needed, much):  # type: ignore[no-untyped-def]
+    """Until so much (FIRST or WHOLE) of every needed expert of a layer (uint8 [E]) is there; False after a failed read,
+    or when told to stop. What was queued last is waited for first: hardly anything is left to wake up for then."""
+    fine, first = True, layer * ctl[EXPERTS]
+    _lock(ctl[MUTEX])
+    for expert in range(ctl[EXPERTS] - 1, -1, -1):
+        while fine and needed[expert] and not is_there(ctl, first + expert, much):
             if ctl[FAILED] != 0 or ctl[ABORT] != 0 or ctl[STOP] != 0:
                 fine = False
             else:
+                ctl[WAITING] = first + expert + 1
                 _wait(ctl[DONE], ctl[MUTEX])
     ctl[WAITING] = 0
-    ctl[GROUP] += 1
+    if much == WHOLE:
+        ctl[GROUP] += 1
     _unlock(ctl[MUTEX])
     return fine
 
@@ -371,7 +334,7 @@ def settle(ctl):  # type: ignore[no-untyped-def]
     for kind in range(2):
         ring = words(ctl[RINGS] + kind * 8 * (RING_WORDS + 2 * room), RING_WORDS + 2 * room)
         ring[TAKE] = ring[PUT]
-    ctl[WAITING] = 1
+    ctl[WAITING] = -1
     while ctl[IN_FLIGHT] > 0:
         _wait(ctl[DONE], ctl[MUTEX])
     ctl[WAITING] = 0
@@ -381,7 +344,8 @@ def settle(ctl):  # type: ignore[no-untyped-def]
         if state[cell] != PRESENT:
             ticket[cell] += 1
             if state[cell] != ABSENT:
-                release(ctl, cell // ctl[EXPERTS], cell % ctl[EXPERTS])
+                vacate(ctl, cell // ctl[EXPERTS], cell % ctl[EXPERTS])
+    trim(ctl)
 
 
 @kernel

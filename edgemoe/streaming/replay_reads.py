@@ -27,7 +27,8 @@ from edgemoe.errors import UserError
 from edgemoe.llamacpp.reserve import Reserve
 from edgemoe.streaming import reads
 from edgemoe.streaming.jit import kernel
-from edgemoe.streaming.reads import _broadcast, _lock, _pread, _unlock, _wait
+from edgemoe.streaming.reader import _pread
+from edgemoe.streaming.reads import _broadcast, _lock, _unlock, _wait
 from edgemoe.streaming.store import MAX_READERS, open_file
 
 if TYPE_CHECKING:

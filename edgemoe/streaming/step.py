@@ -5,6 +5,10 @@ at the node that holds a layer's choice. llama.cpp executes that layer's experts
 writes into the graph; the others overwrite the chosen ids, and the mixing weights are gathered from the router's own
 probabilities all the same.
 
+A turn waits for all slices but those of the layer's last product, which are read while llama.cpp computes the others.
+The node that the last product multiplies is where those are waited for. Each stop has llama.cpp start its threads anew,
+so it is asked for only if something is missing when ggml asks for it, which is right after the turn.
+
 A decode has rows of one or several streams; each row is decided by its stream's logical cache, in order, and each
 expert that any row executes is read once. Where every stream has one row, the next layer's step (priorities, part 1 of
 Algorithm 1, prefetch reads) is prepared as soon as its pre-gate can be formed. Where a stream has several, a chunk of a
@@ -147,6 +151,7 @@ def _mirror(ctl, layer, needed, asked):  # type: ignore[no-untyped-def]
     at = reads.table(store, reads.STATE)[layer * experts : (layer + 1) * experts]
     size = _row(ctl, layer)[w.EXPERT_BYTES]
     held = keeping.holders(ctl, layer)
+    chosen, count = _words(ctl[w.CHOSEN], experts), 0
     reads.lock(store)
     for e in range(experts):
         if asked[e]:  # prefetched for this step
@@ -160,7 +165,8 @@ def _mirror(ctl, layer, needed, asked):  # type: ignore[no-untyped-def]
             if at[e] == reads.QUEUED:  # promoted: a demand read after all
                 ctl[w.PREFETCH_READS] -= 1
                 ctl[w.PREFETCH_BYTES] -= size
-            reads.put(store, reads.DEMAND, layer, e)
+            chosen[count] = e
+            count += 1
             ctl[w.DEMAND_READS] += 1
             ctl[w.DEMAND_BYTES] += size
         elif at[e] == reads.QUEUED and needed[e] == 0 and held[e] == 0:
@@ -170,7 +176,8 @@ def _mirror(ctl, layer, needed, asked):  # type: ignore[no-untyped-def]
             if asked[e]:
                 ctl[w.UNUSED] -= 1
         asked[e] = 0
-    reads.unlock_and_wake(store)
+    reads.put(store, reads.DEMAND, layer, chosen[:count])
+    reads.unlock(store)
 
 
 @kernel
@@ -191,20 +198,25 @@ def _prepare(ctl, state, layer, streams, wanted, asked):  # type: ignore[no-unty
         return
     size = _row(ctl, layer)[w.EXPERT_BYTES]
     surplus = keeping.make_room(ctl, layer, ctl[w.KEEP], wanted) - ctl[w.KEEP]
+    chosen, count = _words(ctl[w.CHOSEN], experts), 0
     reads.lock(store)
     for t in range(ctl[w.TOKENS]):
         c = keeping.cache_of(ctl, streams[t])
         for i in range(c.n_copies[0]):
             e = c.copy_expert[i]
-            if at[e] != reads.ABSENT:
+            if at[e] != reads.ABSENT or asked[e] != 0:
                 continue
             if surplus > 0:
                 surplus -= 1
-            elif reads.put(store, reads.PREFETCH, layer, e):
+            else:
                 asked[e] = 1
-                ctl[w.PREFETCH_READS] += 1
-                ctl[w.PREFETCH_BYTES] += size
-    reads.unlock_and_wake(store)
+                chosen[count] = e
+                count += 1
+    queued = reads.put(store, reads.PREFETCH, layer, chosen[:count])
+    reads.unlock(store)
+    asked[chosen[queued:count]] = 0
+    ctl[w.PREFETCH_READS] += queued
+    ctl[w.PREFETCH_BYTES] += queued * size
 
 
 @kernel
@@ -239,12 +251,16 @@ def _turn(ctl, state, layer, tensor):  # type: ignore[no-untyped-def]
     """One layer of one decode, at the node that holds its choice. False: do not go on."""
     clock = np.empty(2, np.int64)
     start = reads.now(clock)
+    store, row = _words(ctl[w.STORE], reads.CTL_WORDS), _row(ctl, layer)
     experts, tokens, layers = ctl[w.EXPERTS], ctl[w.TOKENS], ctl[w.LAYERS]
     needed = carray(_pointer(ctl[w.NEEDED]), (experts,), np.uint8)
     wanted = carray(_pointer(ctl[w.WANTED]), (experts,), np.uint8)
     asked = carray(_pointer(ctl[w.ASKED]), (layers, experts), np.uint8)
     streams = _words(ctl[w.ROW_STREAM], tokens)
-    if _tap(state, _row(ctl, layer)[w.TOPK_TAP])[native.FILLED] != tokens:
+    if ctl[w.OPEN] >= 0:  # it was computed with slices that nobody waited for
+        ctl[w.COMPLAINT], ctl[w.COMPLAINT_LAYER] = w.NO_STOP, ctl[w.OPEN]
+        return False
+    if _tap(state, row[w.TOPK_TAP])[native.FILLED] != tokens:
         ctl[w.COMPLAINT], ctl[w.COMPLAINT_LAYER] = w.WRONG_ROWS, layer
         return False
     if not _decide_rows(ctl, state, layer, tensor, streams, needed):
@@ -255,15 +271,55 @@ def _turn(ctl, state, layer, tensor):  # type: ignore[no-untyped-def]
     keeping.make_room(ctl, layer - 1 if layer > 0 else layers - 1, kept, wanted)
     keeping.make_room(ctl, layer, kept if others <= kept else max(ctl[w.LIMIT], kept), needed)
     _mirror(ctl, layer, needed, asked[layer])
+    much = reads.FIRST if row[w.STOPS] else reads.WHOLE
+    waits = not reads.have_come(store, layer, needed, much)
+    decided = reads.now(clock)
+    reads.wake(store)
     if ctl[w.SINGLE] and layer + 1 < layers:
         _prepare(ctl, state, layer + 1, streams, wanted, asked[layer + 1])
-    decided = reads.now(clock)
-    fine = reads.wait_for(_words(ctl[w.STORE], reads.CTL_WORDS), layer, needed)
+        if not waits:  # else it took no time: the disk was busy meanwhile
+            decided = reads.now(clock)
+        reads.wake(store)
+    reads.trim(store)
     ctl[w.POLICY_NS] += decided - start
-    ctl[w.WAIT_NS] += reads.now(clock) - decided
+    fine = _await(ctl, layer, much, decided)
+    if fine and row[w.STOPS]:
+        ctl[w.OPEN] = layer
+    return fine
+
+
+@kernel
+def _await(ctl, layer, much, since):  # type: ignore[no-untyped-def]
+    """Wait for what a layer needs of its experts. False: do not go on."""
+    needed = carray(_pointer(ctl[w.NEEDED]), (ctl[w.EXPERTS],), np.uint8)
+    fine = reads.wait_for(_words(ctl[w.STORE], reads.CTL_WORDS), layer, needed, much)
+    ctl[w.WAIT_NS] += reads.now(np.empty(2, np.int64)) - since
     if not fine:
         ctl[w.COMPLAINT], ctl[w.COMPLAINT_LAYER] = w.READS_FAILED, layer
     return fine
+
+
+@kernel
+def _is_missing(ctl, graph_layer):  # type: ignore[no-untyped-def]
+    """Whether the layer, at whose stop ggml is about to be, must stop there. If not, it is done with."""
+    layer = ctl[w.OPEN]
+    if layer < 0 or _row(ctl, layer)[w.STOPS] != graph_layer + 1:
+        return False
+    needed = carray(_pointer(ctl[w.NEEDED]), (ctl[w.EXPERTS],), np.uint8)
+    store = _words(ctl[w.STORE], reads.CTL_WORDS)
+    if not reads.have_come(store, layer, needed, reads.WHOLE):
+        return True
+    ctl[w.OPEN] = -1
+    reads.wait_for(store, layer, needed, reads.WHOLE)  # it is over, and counts as one
+    return False
+
+
+@kernel
+def _last_slices(ctl):  # type: ignore[no-untyped-def]
+    """Before a layer's last product. False: do not go on."""
+    layer = ctl[w.OPEN]
+    ctl[w.OPEN] = -1
+    return _await(ctl, layer, reads.WHOLE, reads.now(np.empty(2, np.int64)))
 
 
 @kernel
@@ -289,10 +345,16 @@ def on_node(tensor: int, ask: int, user_data: Any) -> int:
         return ask  # wanted, so that the answer to "go on?" can be no
     if state[_MODE] == _OFF:
         return 0
-    if ask:
-        return _ask(tensor, state)
+    if ask and _ask(tensor, state) == 0:
+        return 0
     found = _find(tensor, state)
     entry = _words(state[_TABLE] + found * native.TABLE_WORDS * 8, native.TABLE_WORDS)
+    ctl = _words(state[STREAM], w.CTL_WORDS)
+    is_stop = entry[native.OWN_TAP] < 0 and entry[native.INPUT_TAP] < 0
+    if ask:
+        return 1 if not is_stop or _is_missing(ctl, found % state[native.LAYER_COUNT]) else 0
+    if is_stop:
+        return 1 if _last_slices(ctl) else 0
     if entry[native.INPUT_TAP] >= 0:
         _copy(_words(tensor, _TENSOR_WORDS)[_SRC + 1], entry[native.INPUT_TAP], state)
     if entry[native.OWN_TAP] < 0:
@@ -300,7 +362,6 @@ def on_node(tensor: int, ask: int, user_data: Any) -> int:
     _copy(tensor, entry[native.OWN_TAP], state)
     if state[_ERROR] != 0:
         return 0
-    ctl = _words(state[STREAM], w.CTL_WORDS)
     for layer in range(ctl[w.LAYERS]):
         if _row(ctl, layer)[w.TOPK_TAP] == entry[native.OWN_TAP]:
             return 1 if _turn(ctl, state, layer, tensor) else 0

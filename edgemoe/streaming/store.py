@@ -19,7 +19,7 @@ from edgemoe.llamacpp.reserve import Reserve
 from edgemoe.machine.alignment import open_direct
 from edgemoe.machine.disk import disk_of
 from edgemoe.model import Model, Tensor
-from edgemoe.streaming import reads
+from edgemoe.streaming import reader, reads
 from edgemoe.streaming.frames import Frames
 from edgemoe.streaming.skeleton import is_streamed
 
@@ -81,17 +81,19 @@ class ExpertStore:
                 self.addresses[tensor.name] = address = at + tensor.offset % mmap.PAGESIZE
                 fd, plain, direct = self._files[tensor.file]
                 length = tensor.nbytes // n_experts
-                self._places[row, i] = fd, plain, tensor.offset, length, address, not direct
+                self._places[row, i] = fd, plain, tensor.offset, length, address, not direct, 0
                 at += self._room(tensor)
         room = 2 * n_experts * int((self._places[:, :, reads.LENGTH] // PIECE + 3).sum(axis=1).max())
-        self._tables = np.zeros((4, n_layers * n_experts), np.int64)
+        self._tables = np.zeros((5, n_layers * n_experts), np.int64)
+        self._leaving = np.zeros(1 + 4 * n_experts, np.int64)
         self._rings = np.zeros((2, reads.RING_WORDS + 2 * room), np.int64)
         self._locks = np.zeros(3 * _PTHREAD_BYTES, np.uint8)
         self.ctl = ctl = np.zeros(reads.CTL_WORDS, np.int64)
         ctl[[reads.LAYERS, reads.EXPERTS, reads.TENSORS]] = n_layers, n_experts, n_tensors
         ctl[[reads.PAGE, reads.PIECE, reads.RING]] = mmap.PAGESIZE, PIECE, room
         ctl[reads.PLACES], ctl[reads.RINGS] = self._places.ctypes.data, self._rings.ctypes.data
-        for i, word in enumerate((reads.STATE, reads.LEFT, reads.TICKET, reads.QUEUED_AT)):
+        ctl[reads.LEAVING], ctl[reads.LEAVING_ROOM] = self._leaving.ctypes.data, 4 * n_experts
+        for i, word in enumerate((reads.STATE, reads.LEFT, reads.LEFT_FIRST, reads.TICKET, reads.QUEUED_AT)):
             ctl[word] = self._tables[i].ctypes.data
         libc = ctypes.CDLL(None)
         for i, word in enumerate((reads.MUTEX, reads.WORK, reads.DONE)):
@@ -112,7 +114,7 @@ class ExpertStore:
                 mmap.mmap(-1, 3 * mmap.PAGESIZE + (PIECE if self.ctl[reads.VERIFY] else 0)), np.uint8
             )
             # A daemon: an engine that nobody closed must not keep the process from ending.
-            thread = threading.Thread(target=reads.serve, args=(self.ctl, scratch), daemon=True, name="edgemoe-read")
+            thread = threading.Thread(target=reader.serve, args=(self.ctl, scratch), daemon=True, name="edgemoe-read")
             try:
                 thread.start()
             except RuntimeError:  # what Python calls a refused thread
@@ -133,6 +135,11 @@ class ExpertStore:
         """What one expert of a layer (by row) takes in RAM at most: its slices in whole pages."""
         lengths = self._places[row, :, reads.LENGTH]
         return int(sum(-(-length // mmap.PAGESIZE) + 1 for length in lengths if length)) * mmap.PAGESIZE
+
+    def read_last(self, row: int, tensor: str) -> None:
+        """Read a layer's slices of this tensor after all its others: what the layer multiplies by last."""
+        names = [other.name for other in self.tensors[row]]
+        self._places[row, names.index(tensor), reads.LAST] = 1
 
     def states(self) -> np.ndarray:
         """ABSENT, QUEUED, READING or PRESENT of every expert, [L, E] (a copy)."""

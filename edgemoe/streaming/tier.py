@@ -17,7 +17,7 @@ import numpy as np
 
 from edgemoe.errors import UserError
 from edgemoe.generation.engine import EngineStats, Observer
-from edgemoe.llamacpp.graph import Router, find_routers
+from edgemoe.llamacpp.graph import Router, Stop, find_routers, find_stops
 from edgemoe.llamacpp.header import header_fingerprint
 from edgemoe.llamacpp.layout import Tensor as GraphTensor
 from edgemoe.llamacpp.reserve import SkeletonSession
@@ -156,7 +156,7 @@ class Tier(Speaker):
                 n_gpu_layers=self._n_gpu_layers,
             )
         self._vocabulary = Vocabulary(self._session.model)
-        routers = self._survey()
+        routers, stops = self._survey()
         self._decider.check(routers, self.policy)
         known = self._calibration
         for number in range(streams):
@@ -179,6 +179,7 @@ class Tier(Speaker):
             rows,
             keep=self.budget.slots,
             at_once=self.budget.at_once,
+            stops=stops,
             has_prior=prior,
             record=self._recorded,
         )
@@ -189,14 +190,14 @@ class Tier(Speaker):
     def _recorded(self) -> bool:
         return self._record or self._observer is not None
 
-    def _survey(self) -> list[Router]:
+    def _survey(self) -> tuple[list[Router], dict[int, Stop]]:
         """Decode one token without experts to see the graph; then point its expert tensors at the store."""
         session, decider = self._session, self._decider
         assert session is not None
         with decider.survey():
             session.decode([0])
         nodes = decider.nodes()
-        routers = find_routers(nodes)
+        routers, stops = find_routers(nodes), find_stops(nodes)
         products = [node.source(0) for node in nodes if node.op == "MUL_MAT_ID"]
         left = dict(self._store.addresses)
         for weight in products:
@@ -212,7 +213,7 @@ class Tier(Speaker):
             )
         session.clear()
         session.drop_window()
-        return [routers[layer] for layer in sorted(routers)]
+        return [routers[layer] for layer in sorted(routers)], stops
 
     @property
     def description(self) -> str:

@@ -26,12 +26,16 @@ def bring(store, row, experts, kind=reads.DEMAND):
     """Queue and await experts of a layer; whether all came."""
     needed = np.zeros(store.model.geometry.n_experts, np.uint8)
     needed[experts] = 1
+    absent = [expert for expert in experts if store.states()[row, expert] == reads.ABSENT]
+    queue(store, row, absent, kind)
+    return reads.wait_for(store.ctl, row, needed, reads.WHOLE)
+
+
+def queue(store, row, experts, kind=reads.DEMAND):
     reads.lock(store.ctl)
-    for expert in experts:
-        if store.states()[row, expert] == reads.ABSENT:
-            assert reads.put(store.ctl, kind, row, expert)
-    reads.unlock_and_wake(store.ctl)
-    return reads.wait_for(store.ctl, row, needed)
+    assert reads.put(store.ctl, kind, row, np.array(experts, np.int64)) == len(experts)
+    reads.unlock(store.ctl)
+    reads.wake(store.ctl)
 
 
 def memory(store, row, expert):
@@ -195,14 +199,14 @@ def test_demand_overtakes_prefetch_and_withdrawn_reads_are_not_done(tmp_path):
     try:
         log = store.log(64)
         reads.lock(store.ctl)
-        for expert in range(4):
-            reads.put(store.ctl, reads.PREFETCH, 1, expert)
-        reads.put(store.ctl, reads.DEMAND, 1, 9)
+        reads.put(store.ctl, reads.PREFETCH, 1, np.arange(4))
+        reads.put(store.ctl, reads.DEMAND, 1, np.array([9]))
         reads.withdraw(store.ctl, 1, 2)
-        reads.unlock_and_wake(store.ctl)
+        reads.unlock(store.ctl)
+        reads.wake(store.ctl)
         needed = np.zeros(16, np.uint8)
         needed[9] = 1
-        assert reads.wait_for(store.ctl, 1, needed)
+        assert reads.wait_for(store.ctl, 1, needed, reads.WHOLE)
         assert log[0, reads.LOG_READ] // 65536 == 1 * 16 + 9, "the one that is waited for is read first"
         deadline = time.monotonic() + 300
         while (store.states()[1] == reads.PRESENT).sum() < 4 and time.monotonic() < deadline:
