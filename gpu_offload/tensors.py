@@ -85,15 +85,20 @@ class TensorSource:
         self._check(tensor, tensor.shape, size)
         return self._values(tensor, tensor.offset, tensor.nbytes, size), tensor.nbytes
 
-    def expert(self, role: str, layer: int, expert: int, size: tuple[int, ...]) -> tuple[torch.Tensor, int]:
-        """One expert's matrix, from a tensor of its own or from the stacked one of its layer."""
-        tensor = self._find(role, layer, expert)
+    def read_expert(self, role: str, layer: int, expert: int, out: torch.Tensor) -> int:
+        """Fill `out` (contiguous) with one expert's matrix, from a tensor of its own or from the stacked one of its
+        layer; the bytes it took in the file. Where it is stored as `out` is, it is read in place."""
+        tensor, size = self._find(role, layer, expert), tuple(out.shape)
         stacked = tensor.expert is None
         n_experts = self._model.geometry.n_experts
         self._check(tensor, tensor.shape, (n_experts, *size) if stacked else size)
         nbytes = tensor.nbytes // n_experts if stacked else tensor.nbytes
         offset = tensor.offset + (expert * nbytes if stacked else 0)
-        return self._values(tensor, offset, nbytes, size), nbytes
+        if _PLAIN.get(tensor.type) == out.dtype and nbytes == out.nbytes:
+            self._fill(tensor, offset, out.view(-1).view(torch.uint8).numpy())
+        else:
+            out.copy_(self._values(tensor, offset, nbytes, size))
+        return nbytes
 
     def _find(self, role: str, layer: int, expert: int) -> Tensor:
         name = self._names[role].format(layer=layer, expert=expert) + ".weight"
@@ -109,7 +114,8 @@ class TensorSource:
             )
 
     def _values(self, tensor: Tensor, offset: int, nbytes: int, size: tuple[int, ...]) -> torch.Tensor:
-        raw = self._read(tensor, offset, nbytes)
+        raw = np.empty(nbytes, np.uint8)
+        self._fill(tensor, offset, raw)
         kind = _PLAIN.get(tensor.type)
         if kind is not None and nbytes == prod(size) * kind.itemsize:
             return torch.from_numpy(raw).view(kind).view(size)
@@ -124,17 +130,16 @@ class TensorSource:
             ) from None
         return torch.from_numpy(np.ascontiguousarray(values, np.float32)).view(size)
 
-    def _read(self, tensor: Tensor, offset: int, nbytes: int) -> np.ndarray:
-        raw, done = np.empty(nbytes, np.uint8), 0
+    def _fill(self, tensor: Tensor, offset: int, raw: np.ndarray) -> None:
+        done = 0
         try:
-            while done < nbytes:
+            while done < len(raw):
                 count = os.preadv(self._files[tensor.file], [raw[done:]], offset + done)  # type: ignore[list-item]
                 if not count:
                     raise UserError(f"{self._model.files[tensor.file]}: ends within {tensor.name}: download it again")
                 done += count
         except OSError as error:
             raise UserError(f"{self._model.files[tensor.file]}: cannot be read ({error.strerror})") from None
-        return raw
 
     def close(self) -> None:
         while self._files:

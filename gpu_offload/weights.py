@@ -81,15 +81,10 @@ def load_weights(
 def _expert_jobs(source: TensorSource, arena: Arena) -> Iterator[Callable[[], int]]:
     """One job per expert: fill its place in the arena; returns the bytes read."""
     shape = arena.shape
-    narrow = (shape.d_expert, shape.d_model)
 
     def fill(layer: int, expert: int) -> int:
-        views, count = arena.expert(layer, expert), 0
-        for role, size in (("gate", narrow), ("up", narrow), ("down", narrow[::-1])):
-            values, nbytes = source.expert(role, layer, expert, size)
-            getattr(views, role).copy_(values)
-            count += nbytes
-        return count
+        views = arena.expert(layer, expert)
+        return sum(source.read_expert(role, layer, expert, getattr(views, role)) for role in ("gate", "up", "down"))
 
     for layer in range(shape.n_layers):
         for expert in range(shape.n_experts):
