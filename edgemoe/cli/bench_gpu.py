@@ -140,12 +140,15 @@ def gpu(
 
     Interrupted, it prints what was measured. Nothing else should run meanwhile.
     """
-    from edgemoe.bench.gpu.against import check_llamacpp
-    from edgemoe.bench.gpu.run import bench_gpu
     from edgemoe.cli.options import writable_folder
     from edgemoe.errors import UserError
     from edgemoe.progress import progress
 
+    try:
+        from edgemoe.bench.gpu.against import check_llamacpp
+        from edgemoe.bench.gpu.run import bench_gpu
+    except ModuleNotFoundError as error:
+        raise UserError(f"edgemoe bench gpu needs {error.name}: pip install edgemoe[gpu]") from None
     settings = _settings(subject, rows, quality)
     writable_folder("--pictures", pictures)
     if against is not None:
@@ -199,6 +202,7 @@ def _list(text: str) -> tuple[str, ...]:
 
 def _compare(settings: Settings, report: Report, directory: Path, quiet: bool) -> None:
     from edgemoe.bench.gpu.against import compare
+    from edgemoe.errors import UserError
     from edgemoe.progress import progress
 
     try:
@@ -212,6 +216,8 @@ def _compare(settings: Settings, report: Report, directory: Path, quiet: bool) -
         )
     except KeyboardInterrupt:
         report.interrupted = True
+    except UserError as error:  # what was measured before is worth more
+        report.notes += (f"llama.cpp was not timed: {error}",)
 
 
 def _show(report: Report, pictures: Path | None, as_json: bool) -> None:

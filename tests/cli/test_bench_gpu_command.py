@@ -1,6 +1,7 @@
 """`edgemoe bench gpu` as a person runs it, on the CPU."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -91,6 +92,34 @@ def test_an_interrupt_prints_what_was_measured(bench, trace, monkeypatch) -> Non
     found = json.loads(bench(*narrow, "--json", code=130))
     assert found["interrupted"] and found["rounds"] == 1
     assert all(len(row["rounds"]) == 1 for row in found["rows"])
+
+
+def test_llamacpp_stands_beside_the_rows(bench, trace, monkeypatch) -> None:
+    """With llama.cpp on the CPU too, where it is told to offload nothing."""
+    pytest.importorskip("llama_cpp")
+    from edgemoe.bench.gpu import against
+
+    monkeypatch.setattr(against, "check_llamacpp", lambda: None)
+    monkeypatch.setattr(against, "thread_counts", lambda: [1])
+    monkeypatch.setattr(against, "_EVERY_LAYER", 0)
+    narrow = ("--device", "cpu", "--geometry", "olmoe-narrow", "--trace", trace, *SMALL, "--generate", 0)
+    few = (*narrow, "--rounds", 1, "--windows", 1, "--determinism", 0, "--against", "llama.cpp")
+    found = json.loads(bench(*few, "--dir", trace.parent, "--json"))
+    assert [(one["share"], one["n_cpu_moe"]) for one in found["llama.cpp"]] == [("100%", 0)] + [
+        ("50%", number) for number in (8, 12, 16)
+    ]
+    assert [path.name for path in trace.parent.iterdir()] == ["scores.npz"]
+    monkeypatch.setattr(against, "_SPARE", 1 << 60)
+    found = json.loads(bench(*few, "--dir", trace.parent, "--json"))
+    assert found["llama.cpp"] == [] and len(found["rows"]) == 3
+    assert "llama.cpp was not timed" in found["notes"][-1] and "make room" in found["notes"][-1]
+
+
+def test_without_torch_it_says_what_to_install() -> None:
+    lines = ("import sys", "sys.modules['torch'] = None", "sys.argv[1:] = ['bench', 'gpu']")
+    program = "; ".join((*lines, "from edgemoe.cli import main", "main()"))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "pip install edgemoe[gpu]" in done.stderr
 
 
 def test_what_it_refuses(bench, trace, tmp_path) -> None:

@@ -9,7 +9,7 @@ import ctypes
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,17 +77,18 @@ def against_llamacpp(
     *,
     position: int,
     watch: Watch,
-    n_gpu_layers: int = _EVERY_LAYER,
+    n_gpu_layers: int | None = None,
     threads: Sequence[int] | None = None,
 ) -> list[Split]:
     """Time a GGUF file in llama.cpp with everything on the GPU, and at each residency (its name and its share)."""
     threads = threads or thread_counts()
+    offloaded = _EVERY_LAYER if n_gpu_layers is None else n_gpu_layers
     wanted = {"100%": [0], **{name: splits_of(n_layers, share) for name, share in shares.items()}}
     numbers = sorted({number for found in wanted.values() for number in found})
     timed: dict[tuple[int, int], float] = {}
     with watch("llama.cpp", len(numbers) * len(threads), "splits") as advance:
         for number in numbers:
-            for count, seconds in _time(model, number, threads, position, n_gpu_layers, advance):
+            for count, seconds in _time(model, number, threads, position, offloaded, advance):
                 timed[number, count] = seconds
     found = []
     for name, splits in wanted.items():
@@ -188,16 +189,16 @@ def compare(
     directory: Path,
     position: int,
     watch: Watch,
-    run: Callable[..., list[Split]] = against_llamacpp,
 ) -> list[Split]:
     """llama.cpp on a GGUF model, or on one that is written for the geometry. Raises `UserError` for a folder."""
     if model is None:
         shape = geometry(geometry_name)
         with written(shape, directory, watch) as path:
-            return run(path, shape.n_layers, shares, position=position, watch=watch)
+            return against_llamacpp(path, shape.n_layers, shares, position=position, watch=watch)
+    from edgemoe.gpu_offload.hub import resolve
     from edgemoe.model import read_model
 
-    described = read_model(model)
+    described = read_model(resolve(model))
     if described.format != "GGUF":
         raise UserError(f"--against llama.cpp: {model} is no GGUF file: convert it, or leave the model out")
-    return run(described.files[0], described.geometry.n_layers, shares, position=position, watch=watch)
+    return against_llamacpp(described.files[0], described.geometry.n_layers, shares, position=position, watch=watch)

@@ -6,6 +6,7 @@ Runs on the model's own routing, which its own text feeds: one decision that dif
 """
 
 import hashlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -72,14 +73,24 @@ def ways(subject: Subject, link: float) -> Iterator[tuple[str, str, str, dict[st
         yield HOST, cache, "again", physical
 
 
-def determinism(subject: Subject, slots: int, link: float, count: int, advance: Advance = no_progress) -> list[Run]:
+def determinism(
+    subject: Subject,
+    slots: int,
+    link: float,
+    count: int,
+    advance: Advance = no_progress,
+    until: float | None = None,
+) -> list[Run]:
     """Decode `count` greedy tokens behind one prompt in every way, by the policy of the paper's Table 1: Cache-Prior
-    λ = 0.2 with the A priority and every predicted expert prefetched."""
+    λ = 0.2 with the A priority and every predicted expert prefetched. None begins after `until` (monotonic
+    seconds)."""
     policy = preset("psr", window=min(8, slots), budget="unbounded").completed(subject.estimated)
     prompt = subject.prompts[0]
     count = min(count, context(subject) - len(prompt))
     found: list[Run] = []
     for executor, cache, how, options in ways(subject, link):
+        if until is not None and time.monotonic() > until:
+            break
         arm = Arm("determinism", policy, slots, executor, options=options)
         reference = next((run for run in found if (run.executor, run.cache) == (executor, cache)), None)
         try:

@@ -38,10 +38,15 @@ class Generated:
         return asdict(self)
 
 
-def generate(subject: Subject, pool: Pool, arms: Sequence[Arm], count: int, advance: Advance) -> list[Generated]:
-    """`count` tokens behind each of the subject's prompts. An arm that cannot run is left out."""
+def generate(
+    subject: Subject, pool: Pool, arms: Sequence[Arm], count: int, advance: Advance, until: float | None = None
+) -> list[Generated]:
+    """`count` tokens behind each of the subject's prompts. An arm that cannot run is left out, and so are those that
+    would begin after `until` (monotonic seconds)."""
     found = []
     for arm in arms:
+        if until is not None and time.monotonic() > until:
+            break
         try:
             found.append(_one(subject, pool, arm, count))
         except (UserError, torch.cuda.OutOfMemoryError):

@@ -196,7 +196,7 @@ def _further(
     going = [one.arm for one in timed if not one.problem]
     if settings.generate and there_is_time():
         with watch("free generation", len(going), "rows") as advance:
-            report.generated = generate(subject, pool, going, settings.generate, advance)
+            report.generated = generate(subject, pool, going, settings.generate, advance, until)
         saved(report)
     pool.close()  # the rest makes executors of its own
     assert report.rates is not None
@@ -204,7 +204,7 @@ def _further(
         share, experts = Residency.parse(settings.residencies[-1]), subject.weights.shape.n_experts
         slots = share.slots(experts, subject.weights.shape.n_layers * subject.weights.arena.expert_bytes)
         with watch("determinism", 20, "runs") as advance:
-            report.determinism = determinism(subject, slots, report.rates.link, settings.determinism, advance)
+            report.determinism = determinism(subject, slots, report.rates.link, settings.determinism, advance, until)
         saved(report)
 
 
