@@ -245,6 +245,9 @@ def load_calibration(path: str | Path, model: "str | Path | Model | None" = None
     """
     path = Path(path)
     try:
+        with path.open("rb") as file:
+            if file.read(2) != b"PK":  # otherwise numpy takes it for a pickle, and recommends to load it as one
+                raise ValueError("it is no npz archive")
         with np.load(path, allow_pickle=False) as archive:
             if "meta" not in archive.files:
                 raise ValueError("it has no member meta")

@@ -209,6 +209,12 @@ def test_a_prior_that_cannot_be_read_is_refused(changes: dict[str, Any], message
         prior(**changes).check()
 
 
+def test_a_file_of_another_kind_is_called_that(tmp_path: Path) -> None:
+    (tmp_path / "prose.txt").write_text("The calibration of instruments")
+    with pytest.raises(UserError, match=r"prose\.txt: not a sound calibration file \(it is no npz archive\)"):
+        load_calibration(tmp_path / "prose.txt")
+
+
 def test_every_cut_and_every_flipped_byte_is_refused_or_harmless(found: Calibration, tmp_path: Path) -> None:
     path = tmp_path / "c"
     found.save(path)
