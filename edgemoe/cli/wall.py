@@ -169,9 +169,10 @@ def _verified(answer: Answer, quiet: bool) -> Answer:
 
 
 def _print(answer: Answer, written: list[Path], traced: bool) -> None:
-    from rich.markup import escape
+    from rich.text import Text
 
     from edgemoe.cli.output import console as output
+    from edgemoe.cli.output import say, say_notes
 
     console = output()
     _headline(answer, console)
@@ -180,8 +181,9 @@ def _print(answer: Answer, written: list[Path], traced: bool) -> None:
         console.print()
     _reasons(answer, console)
     if answer.batches:
-        console.print(_batches(answer))
-        console.print()
+        for table in _batches(answer):
+            console.print(table)
+            console.print()
     if answer.residency:
         console.print(_residency(answer))
         console.print()
@@ -190,26 +192,37 @@ def _print(answer: Answer, written: list[Path], traced: bool) -> None:
         _print_verified(answer, console)
     if answer.plan:
         shares = ", ".join(f"{share:.1%} from {tier.upper()}" for tier, share in answer.plan.loads.items())
-        console.print(f"[bold]plan[/bold] serves the traced loads {shares}", soft_wrap=True)
-    for note in answer.notes:
-        console.print(f"[bold]note[/bold] {escape(note)}", soft_wrap=True)
-    for path in written:
-        console.print(f"wrote {path}", soft_wrap=True, markup=False)
+        say(console, Text.assemble(("plan", "bold"), f" serves the traced loads {shares}"), hang=5)
+    say_notes(console, answer.notes, written)
     if not traced and answer.wall.geometry.is_moe:
-        console.print("Narrow the range with a trace of this model on your text:  [bold]edgemoe trace[/], then --trace")
+        how = ("edgemoe trace", "bold"), ", then --trace"
+        say(console, Text.assemble("Narrow the range with a trace of this model on your text:  ", *how))
+
+
+def _paragraph(console: Console, bold: str, text: str) -> None:
+    from rich.text import Text
+
+    from edgemoe.cli.output import say
+
+    say(console, Text.assemble((bold, "bold"), text))
+
+
+def _point(console: Console, text: str) -> None:
+    """One of several under a paragraph."""
+    from edgemoe.cli.output import say
+
+    say(console, f"  {text}", hang=4)
 
 
 def _headline(answer: Answer, console: Console) -> None:
-    from rich.markup import escape
-
     from edgemoe.wall.rates import format_pair
 
-    best, name = answer.best, escape(answer.wall.geometry.name)
+    best, name = answer.best, answer.wall.geometry.name
     if best is None:
-        console.print(f"[bold]{name}[/]: no way of running it is possible with what is known of the machine\n")
+        _paragraph(console, name, ": no way of running it is possible with what is known of the machine\n")
         return
     low, high = best.tokens_per_s
-    console.print(f"[bold]{name}: {format_pair(low, high)} tok/s[/], {best.name}, bound by {best.bound}\n")
+    _paragraph(console, f"{name}: {format_pair(low, high)} tok/s", f", {best.name}, bound by {best.bound}\n")
 
 
 def _bytes(answer: Answer) -> Table:
@@ -267,29 +280,34 @@ def _ways(answer: Answer) -> Table:
 def _reasons(answer: Answer, console: Console) -> None:
     if answer.best is None:
         return
-    console.print(f"[bold]Why a range[/] ({answer.best.name}: {answer.best.how})", soft_wrap=True)
+    _paragraph(console, "Why a range", f" ({answer.best.name}: {answer.best.how})")
     for reason in answer.best.reasons or ("one rate, nothing to overlap: only what is not counted makes it slower",):
-        console.print(f"  {reason}", soft_wrap=True, markup=False)
+        _point(console, reason)
     console.print()
 
 
-def _batches(answer: Answer) -> Table:
+def _batches(answer: Answer) -> tuple[Table, Table]:
+    """What a step of several streams needs, and what all of them together get."""
     from edgemoe.wall.rates import format_pair, format_range
 
-    table = _table("Streams", "experts/layer", "independent", "bytes/step", "tok/s: sum", "max", "hits", "way")
+    needs = _table("Streams", "experts/layer", "if independent", "bytes per step", "slots", "hits")
+    gets = _table("Streams, tok/s", "reads + computing", "max(reads, computing)", "way")
     for row in answer.batches:
-        union, size = format_pair(*row.union), format_range(*row.step_bytes)
-        path = row.path
-        figures = (
-            (format_pair(*path.in_turn), format_pair(*path.overlapped), str(path.hit or "")) if path else ("–",) * 3
-        )
-        way = path.name if path else "none: their KV caches do not fit"
-        table.add_row(str(row.streams), union, f"{row.independent:.1f}", size, *figures, way)
-    table.caption = (
-        f"experts/layer: {answer.batches[-1].source}; tok/s of all together, if copies and computing take turns (sum) "
-        "and if all is predicted a layer early (max)"
+        path, streams = row.path, str(row.streams)
+        slots = str(min(path.slots)) if path and path.slots else ""
+        hit = str(path.hit) if path and path.hit else ""
+        size = format_range(*row.step_bytes)
+        needs.add_row(streams, format_pair(*row.union), f"{row.independent:.1f}", size, slots, hit)
+        if path is None:
+            gets.add_row(streams, "–", "–", "none: their KV caches do not fit")
+            continue
+        overlapped = format_pair(*path.overlapped) if path.copies else ""
+        gets.add_row(streams, format_pair(*path.in_turn), overlapped, path.name)
+    needs.caption = f"experts/layer: {answer.batches[-1].source}"
+    gets.caption = (
+        "of all together; exact routing without prediction gets the first, all predicted a layer early the second"
     )
-    return table
+    return needs, gets
 
 
 def _residency(answer: Answer) -> Table:
@@ -315,9 +333,9 @@ def _target(answer: Answer, console: Console) -> None:
         if c.bandwidth > speed.high
     ]
     has = ", ".join(short) or "every tier has it"
-    console.print(f"  nothing cached: {format_bytes(c.bandwidth)}/s to all of a token's bytes; {has}", soft_wrap=True)
+    _point(console, f"nothing cached: {format_bytes(c.bandwidth)}/s to all of a token's bytes; {has}")
     for line in c.advice:
-        console.print(f"  {line}", soft_wrap=True, markup=False)
+        _point(console, line)
     console.print()
 
 
@@ -329,15 +347,15 @@ def _print_verified(answer: Answer, console: Console) -> None:
     assert v is not None
     predicted, measured = format_number(v.predicted.tokens_per_s), format_number(v.measured.median)
     console.print(f"[bold]Verified[/] (all in RAM, {v.threads} threads, {v.context} tokens of context)")
-    console.print(f"  predicted {predicted} tok/s, measured {measured}: {v.error:+.1%}")
+    _point(console, f"predicted {predicted} tok/s, measured {measured}: {v.error:+.1%}")
     rounds = f"{v.measured.rounds} rounds ± {v.measured.spread:.1%}"
     settled = "" if v.measured.stable else ", not settled: is something else running?"
-    console.print(f"  {format_bytes(v.bytes_per_s)}/s of weights and cache, {rounds}{settled}")
+    _point(console, f"{format_bytes(v.bytes_per_s)}/s of weights and cache, {rounds}{settled}")
     if abs(v.drift - 1) >= 0.02:
         now = f"{v.reference} now get {v.drift:.0%} of what the profile says"
-        console.print(f"  the machine has changed since: {now}; with that, {v.error_now:+.1%}", soft_wrap=True)
+        _point(console, f"the machine has changed since: {now}; with that, {v.error_now:+.1%}")
     for kind, sources in v.predicted.estimated.items():
-        console.print(f"  {kind} was not measured: {', '.join(sources)} stood in for it")
+        _point(console, f"{kind} was not measured: {', '.join(sources)} stood in for it")
     console.print()
 
 
