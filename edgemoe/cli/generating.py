@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from edgemoe.cli.status_line import StatusLine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     from edgemoe.cli.recording import Records
@@ -47,7 +47,7 @@ def loaded(model: Path, quiet: bool, streaming: dict[str, Any], records: Records
         make_ready(quiet)
     total, nbytes = load_steps(model, streamed=bool(streaming), device=device)
     megabytes = max(1, round(nbytes / 1e6))
-    with progress(f"loading {model.name}", megabytes, "MB", quiet=quiet) as advance:
+    with progress(f"loading {model.name}", megabytes, "MB", quiet=quiet) as advance, _compiling() as compiling:
         steps = done = 0
 
         def count(more: int) -> None:
@@ -56,6 +56,8 @@ def loaded(model: Path, quiet: bool, streaming: dict[str, Any], records: Records
             now = steps * megabytes // total
             advance(now - done)
             done = now
+            if steps - more < total <= steps and device == "cuda" and not quiet:
+                compiling()
 
         writer = load(model, advance=count, observer=records.live, **streaming, **settings)
     with writer:
@@ -63,6 +65,18 @@ def loaded(model: Path, quiet: bool, streaming: dict[str, Any], records: Records
         if not quiet:
             say_notes(errors(), notes(writer, calibrated="calibration" in streaming), ())
         yield writer
+
+
+@contextmanager
+def _compiling() -> Iterator[Callable[[], None]]:
+    """Yield what is called when all is read: what then takes its time is compiling kernels, and a line says so."""
+    said = "compiling the GPU's kernels: once on this machine"
+    timer = threading.Timer(_NOTICED_S, lambda: print(said, file=sys.stderr, flush=True))  # noqa: T201
+    timer.daemon = True
+    try:
+        yield timer.start
+    finally:
+        timer.cancel()
 
 
 def make_ready(quiet: bool) -> None:

@@ -1,7 +1,10 @@
 """What `edgemoe run --device cuda` says of a GPU. The CPU's executor stands in for one: the words are the command's."""
 
+import io
 import json
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -11,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU tier needs torch (pip install edgemoe[gpu])")
 
-from edgemoe.cli import commands  # noqa: E402
+from edgemoe.cli import commands, generating  # noqa: E402
 from edgemoe.demo import demo_model  # noqa: E402
 from edgemoe.gpu_offload import engine as engine_module  # noqa: E402
 from edgemoe.gpu_offload.cpu import CpuExecutor  # noqa: E402
@@ -75,6 +78,28 @@ def test_json_names_the_gpu_and_knows_what_it_does_not_know(
     host = json.loads(capsys.readouterr().out)
     assert asked[1] == ("cuda", None, "host") and host["text"] == out["text"]
     assert host["decode_phase"]["demand_wait_s"] > 0 and host["config_hash"] == out["config_hash"]
+
+
+def test_kernels_that_take_their_time_to_compile_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, said = CpuAsGpu.open, threading.Event()
+
+    def slow(self: CpuAsGpu, *arguments: Any, **more: Any) -> CpuExecutor:
+        assert said.wait(60)
+        return opened(self, *arguments, **more)
+
+    class Told(io.StringIO):
+        def write(self, text: str) -> int:
+            if "compiling the GPU's kernels" in text:
+                said.set()
+            return super().write(text)
+
+    monkeypatch.setattr(CpuAsGpu, "open", slow)
+    monkeypatch.setattr(generating, "_NOTICED_S", 0.01)
+    monkeypatch.setattr(sys, "stderr", Told())
+    assert commands.run([*RUN, "--residency", "50%"]) == 0
+    assert "compiling the GPU's kernels: once on this machine" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
 def test_people_read_what_drives_it_and_how_fast_its_copies_are(
