@@ -5,21 +5,16 @@ same RAM here, so copies are memory to memory and always in time: what an execut
 decides and moves too.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from edgemoe.errors import UserError
-from edgemoe.gpu_offload.arena import ExpertViews
+from edgemoe.gpu_offload.arithmetic import mixing_weights, projected, rms_norm, rotations, run_expert
 from edgemoe.gpu_offload.decisions import Decisions
+from edgemoe.gpu_offload.grouped import Grouped, count_settled
 from edgemoe.gpu_offload.host_executor import HostExecutor
-from edgemoe.gpu_offload.shape import Shape
-from edgemoe.gpu_offload.weights import Layer, Weights
-
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""x [T, in] float32 · weight [out, in], transposed → [T, out] float32, in an executor's own arithmetic."""
+from edgemoe.gpu_offload.weights import Weights
 
 _BLOCK = 1 << 20  # weights that are widened to float32 at once: they stay in a core's cache
 
@@ -30,50 +25,6 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.linear(x, weight)
     rows = max(1, _BLOCK // weight.shape[1])
     return torch.cat([F.linear(x, block.float()) for block in weight.split(rows)], dim=1)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
-
-
-def rotations(n_ctx: int, d_head: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [n_ctx, d_head] float32 of NEOX rotation: angles of the first half, and again."""
-    half = d_head // 2
-    frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    angles = torch.outer(torch.arange(n_ctx, dtype=torch.float64), frequencies).repeat(1, 2)
-    return angles.cos().float(), angles.sin().float()
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [..., T, d_head]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def projected(
-    x: torch.Tensor, w: Layer, shape: Shape, cos: torch.Tensor, sin: torch.Tensor, multiply: Product
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [H, T, d_head] and keys [Hkv, T, d_head], rotated by cos and sin [T, d_head], and values of T tokens."""
-    qkv = multiply(rms_norm(x, w.attn_norm, shape.norm_eps), w.qkv)
-    q, k, v = qkv.split([shape.d_query, shape.d_kv, shape.d_kv], dim=-1)
-    q, k = rms_norm(q, w.q_norm, shape.norm_eps), rms_norm(k, w.k_norm, shape.norm_eps)
-    if shape.clip_qkv is not None:
-        q, k, v = (y.clamp(-shape.clip_qkv, shape.clip_qkv) for y in (q, k, v))
-    q, k, v = (y.unflatten(-1, (-1, shape.d_head)).transpose(0, 1) for y in (q, k, v))
-    return rotate(q, cos, sin), rotate(k, cos, sin), v
-
-
-def mixing_weights(scores: torch.Tensor, executed: torch.Tensor, renormalised: bool) -> torch.Tensor:
-    """[T, k, 1] for scores [T, E] of the unmodified router and executed [T, k] int64; zero for elided gates (−1)."""
-    weights = scores.softmax(-1).gather(1, executed.clamp(min=0)) * (executed >= 0)
-    if renormalised:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights.unsqueeze(-1)
-
-
-def run_expert(h: torch.Tensor, views: ExpertViews, multiply: Product) -> torch.Tensor:
-    """SwiGLU of h [T, d]: [T, d]."""
-    return multiply(F.silu(multiply(h, views.gate)) * multiply(h, views.up), views.down)
 
 
 class CpuExecutor(HostExecutor):
@@ -115,7 +66,8 @@ class CpuExecutor(HostExecutor):
                     self.slots.copy(layer, expert, slot)
             prefetched = self._part1(layer + 1, pregate) if layer + 1 < n_layers else []
             mix = self._mix(scores, np.array([executed]))
-            outputs = [self._expert(h, self.slots.views(layer, int(self._state.slot_of[layer, e]))) for e in executed]
+            slots = self._state.slot_of[layer, executed].tolist()
+            outputs = [run_expert(h, self.slots.views(layer, slot), product) for slot in slots]
             x = x + (torch.stack(outputs, 1) * mix).sum(1)
         return x
 
@@ -153,15 +105,13 @@ class CpuExecutor(HostExecutor):
         """The experts of a chunk, each brought once: first those in slots, then each of the others in the slot that it
         ends in, or in staging. No slot is overwritten before its expert has run. [T, d]."""
         slot_of, c = self._state.slot_of[layer], self.counters
-        count, k = executed.shape
         c.loads += int((executed >= 0).sum())
-        c.misses += int(self.decisions.counts[layer, :count, 1].sum())
+        c.misses += int(self.decisions.counts[layer, : len(executed), 1].sum())
         held = {int(expert): slot for slot, expert in enumerate(self.slots.held[layer]) if expert >= 0}
-        union = [e for e in np.unique(executed).tolist() if e >= 0]
-        outputs = torch.zeros((count, k, h.shape[1]))
-        for e in [e for e in union if e in held]:
-            self._rows(h, e, executed, self.slots.views(layer, held[e]), outputs)
-        for e in [e for e in union if e not in held]:
+        grouped = Grouped(h, executed, product)
+        for e in [e for e in grouped.experts if e in held]:
+            grouped.run(e, self.slots.views(layer, held[e]))
+        for e in [e for e in grouped.experts if e not in held]:
             c.demand += 1
             with self._timed("wait_s"):
                 if slot_of[e] >= 0:
@@ -169,24 +119,9 @@ class CpuExecutor(HostExecutor):
                     views = self.slots.views(layer, int(slot_of[e]))
                 else:
                     views = self.slots.stage(layer, e)
-            self._rows(h, e, executed, views, outputs)
-        for e in self.slots.settle(layer, slot_of):
-            # Evicted and brought back into another slot, or predicted and not executed.
-            if e in union:
-                c.demand += 1
-            else:
-                c.prefetch, c.unused = c.prefetch + 1, c.unused + 1
-        # Summed in each token's own order: the bits do not depend on what was resident.
-        return (outputs * self._mix(scores, executed)).sum(1)
-
-    def _rows(
-        self, h: torch.Tensor, expert: int, executed: np.ndarray, views: ExpertViews, outputs: torch.Tensor
-    ) -> None:
-        rows, places = (torch.from_numpy(found) for found in np.nonzero(executed == expert))
-        outputs[rows, places] = self._expert(h[rows], views)
-
-    def _expert(self, h: torch.Tensor, views: ExpertViews) -> torch.Tensor:
-        return run_expert(h, views, product)
+            grouped.run(e, views)
+        count_settled(c, self.slots.settle(layer, slot_of), grouped.experts)
+        return grouped.mixed(self._mix(scores, executed))
 
     def _mix(self, scores: torch.Tensor, executed: np.ndarray) -> torch.Tensor:
         return mixing_weights(scores, torch.from_numpy(executed.astype(np.int64)), self.weights.shape.norm_topk)

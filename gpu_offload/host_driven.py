@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from edgemoe.errors import UserError
-from edgemoe.gpu_offload.cpu import rms_norm
+from edgemoe.gpu_offload.arithmetic import rms_norm
 from edgemoe.gpu_offload.decisions import Decisions
 from edgemoe.gpu_offload.executor import Snapshot
 from edgemoe.gpu_offload.host_driven_copies import Copies

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from edgemoe.gpu_offload import cpu
-from edgemoe.gpu_offload.cpu import Product, mixing_weights, projected, rms_norm, rotations, run_expert
+from edgemoe.gpu_offload.arithmetic import Product, mixing_weights, projected, rms_norm, rotations, run_expert
 from edgemoe.gpu_offload.slots import Slots
 from edgemoe.gpu_offload.weights import Weights
 

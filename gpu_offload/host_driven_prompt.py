@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from edgemoe.errors import UserError
-from edgemoe.gpu_offload.arena import ExpertViews, expert_views
-from edgemoe.gpu_offload.cpu import mixing_weights, projected, rms_norm, run_expert
+from edgemoe.gpu_offload.arena import expert_views
+from edgemoe.gpu_offload.arithmetic import mixing_weights, projected, rms_norm
 from edgemoe.gpu_offload.decisions import Decisions
 from edgemoe.gpu_offload.executor import Counters
+from edgemoe.gpu_offload.grouped import Grouped, count_settled
 from edgemoe.gpu_offload.host_driven_layers import TokenLayers
 from edgemoe.gpu_offload.host_driven_link import Arrival, Link
 from edgemoe.gpu_offload.slots import NOTHING
@@ -65,33 +66,25 @@ class HostPrompt:
     def _union(self, layer: int, h: torch.Tensor, scores: torch.Tensor, executed: np.ndarray) -> torch.Tensor:
         """The experts of a chunk, each once: those in slots first, then the others as they arrive. [T, d]."""
         slot_of, held, slots, c = self._slot_of[layer], self._slots.held[layer], self._slots, self._counters
-        count, k = executed.shape
-        union = [e for e in np.unique(executed).tolist() if e >= 0]
         where = {int(expert): slot for slot, expert in enumerate(held) if expert >= 0}
-        missing = [e for e in union if e not in where]
+        grouped = Grouped(h, executed, self._layers.multiply)
+        missing = [e for e in grouped.experts if e not in where]
         c.loads += int((executed >= 0).sum())
-        c.misses += int(self._decisions.counts[layer, :count, 1].sum())
+        c.misses += int(self._decisions.counts[layer, : len(executed), 1].sum())
         c.demand += len(missing)
-        outputs = torch.zeros((count, k, h.shape[1]), device=h.device)
-        for e in union:
+        for e in grouped.experts:
             if e in where:
-                self._rows(h, e, executed, slots.views(layer, where[e]), outputs)
+                grouped.run(e, slots.views(layer, where[e]))
         for e, content in self._bring(layer, missing):
-            self._rows(h, e, executed, expert_views(content, self._weights.shape, self._weights.dtype), outputs)
+            grouped.run(e, expert_views(content, self._weights.shape, self._weights.dtype))
             slot = int(slot_of[e])
             if slot >= 0:
                 held[slot] = NOTHING
                 slots.bytes[layer, slot].copy_(content)
                 held[slot] = e
-        for e in slots.settle(layer, slot_of):
-            # Evicted and brought back into another slot, or predicted and not executed.
-            if e in union:
-                c.demand += 1
-            else:
-                c.prefetch, c.unused = c.prefetch + 1, c.unused + 1
-        # Summed in each token's own order: the bits do not depend on what was resident.
+        count_settled(c, slots.settle(layer, slot_of), grouped.experts)
         chosen = torch.from_numpy(executed.astype(np.int64)).to(h.device)
-        return (outputs * mixing_weights(scores, chosen, self._weights.shape.norm_topk)).sum(1)
+        return grouped.mixed(mixing_weights(scores, chosen, self._weights.shape.norm_topk))
 
     def _bring(self, layer: int, experts: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """(expert, its bytes) for each, as they arrive. The bytes last until the next one is asked for."""
@@ -108,9 +101,3 @@ class HostPrompt:
     def _mark(self) -> "torch.cuda.Event | None":
         """After all that has been enqueued."""
         return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
-
-    def _rows(
-        self, h: torch.Tensor, expert: int, executed: np.ndarray, views: ExpertViews, outputs: torch.Tensor
-    ) -> None:
-        rows, places = (torch.from_numpy(found).to(h.device) for found in np.nonzero(executed == expert))
-        outputs[rows, places] = run_expert(h[rows], views, self._layers.multiply)

@@ -14,13 +14,13 @@ from edgemoe.calibration import Calibration
 from edgemoe.errors import UserError
 from edgemoe.gpu_offload.kernels import layout
 from edgemoe.gpu_offload.shape import Shape
+from edgemoe.gpu_offload.staging import staging_bytes
 from edgemoe.policy import Policy
 from edgemoe.units import Residency, format_bytes
 
 _SINGLE = 4  # bytes of a float32
 SNAPSHOTS = 512  # logical caches that an engine keeps
 GPU_RESERVE = 512 << 20  # libraries and their workspaces, kernels, graphs, and the allocator's rounding
-_STAGED = 4  # experts of a prompt on their way, running and being moved
 _RECORD = 40  # bytes that the device keeps of a slot and its copies
 
 
@@ -91,7 +91,7 @@ def _gpu_work(shape: Shape, itemsize: int, n_ctx: int, chunk: int) -> int:
     logits = chunk * shape.n_vocab * (itemsize + _SINGLE) + 2 * _SINGLE * shape.n_vocab
     context = n_ctx * (2 * shape.d_query * itemsize + 2 * _SINGLE * shape.d_head + chunk + 8)
     outputs = 2 * _SINGLE * chunk * shape.top_k * shape.d_model
-    staged = _STAGED * shape.expert_values * itemsize
+    staged = staging_bytes(shape.expert_values * itemsize) + shape.expert_values * itemsize
     activations = _SINGLE * _chunk_values(shape, n_ctx, chunk)
     return activations + outputs + logits + context + staged + (SNAPSHOTS + 1) * state + GPU_RESERVE
 

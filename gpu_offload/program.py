@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton
 
-from edgemoe.gpu_offload.cpu import rotations
+from edgemoe.gpu_offload.arithmetic import rotations
 from edgemoe.gpu_offload.kernels import attention, copying, deciding, dense, experts
 from edgemoe.gpu_offload.kernels.device_policy import DevicePolicy
 from edgemoe.gpu_offload.kernels.sampling import POSITION, STATE, TOKEN

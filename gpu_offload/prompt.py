@@ -1,63 +1,30 @@
 """A chunk of a prompt on the device, layer by layer: every token decided in order, then every expert brought once.
 
-The link never waits for a slot to become free: an expert that is not held comes into one of a few staging buffers,
-runs from there, and is moved on the device into the slot that it ends in.
+An expert that is not held comes into a staging buffer, runs from there, and is moved on the device into the slot that
+it ends in. While the next layer attends and decides, the link brings what its pre-gate names most often: in a chunk of
+many tokens, hardly an expert of those is executed by none. What is decided does not depend on it.
 """
 
-from collections.abc import Iterator
+from collections import deque
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from edgemoe.gpu_offload.arena import ExpertViews, expert_views
-from edgemoe.gpu_offload.cpu import projected, rms_norm, run_expert
+from edgemoe.gpu_offload.arena import expert_views
+from edgemoe.gpu_offload.arithmetic import projected, rms_norm
 from edgemoe.gpu_offload.executor import Counters
+from edgemoe.gpu_offload.grouped import Grouped, count_settled
 from edgemoe.gpu_offload.kernels.device_policy import Decisions, DevicePolicy
 from edgemoe.gpu_offload.program import TokenProgram
-from edgemoe.gpu_offload.slots import Slots
+from edgemoe.gpu_offload.slots import NOTHING, Slots
+from edgemoe.gpu_offload.staging import Staged, Staging
 from edgemoe.gpu_offload.weights import Weights
-
-STAGING = 3  # experts on their way, running, and being moved
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, in] float32 · weight [out, in], transposed → [T, out] float32; inputs are rounded to the weights' type."""
+    """x [T, in] · weight [out, in], transposed → [T, out] float32; inputs are rounded to the weights' type."""
     return F.linear(x.to(weight.dtype), weight).float()
-
-
-class Staging:
-    """Buffers of one expert each, filled on a stream of their own."""
-
-    def __init__(self, slots: Slots) -> None:
-        self._slots, device = slots, slots.bytes.device
-        self._buffers = torch.empty((STAGING, slots.arena.expert_bytes), dtype=torch.uint8, device=device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def bring(self, layer: int, experts: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """(expert, its bytes) for each, as they arrive. The bytes last until the next but one is asked for."""
-        arena = self._slots.arena.bytes
-        if self._stream is None:
-            for expert in experts:
-                self._buffers[0].copy_(arena[layer, expert])
-                yield expert, self._buffers[0]
-            return
-        main, stream = torch.cuda.current_stream(), self._stream
-        stream.wait_stream(main)  # what an earlier layer left in the buffers has been read
-        arrived: list[torch.cuda.Event] = []
-        free: list[torch.cuda.Event] = []
-        for at in range(len(experts) + STAGING - 1):
-            if at < len(experts):
-                with torch.cuda.stream(stream):
-                    if at >= STAGING:
-                        stream.wait_event(free[at - STAGING])
-                    self._buffers[at % STAGING].copy_(arena[layer, experts[at]], non_blocking=True)
-                    arrived.append(stream.record_event())
-            use = at - (STAGING - 1)
-            if use >= 0:
-                main.wait_event(arrived[use])
-                yield experts[use], self._buffers[use % STAGING]
-                free.append(main.record_event())
 
 
 class Prompt:
@@ -67,6 +34,7 @@ class Prompt:
         self.weights, self.policy, self.slots, self.program = weights, policy, slots, program
         shape, device = weights.shape, weights.embedding.device
         self._staging = Staging(slots)
+        self._ahead: dict[int, Staged] = {}  # experts of the layer that comes next
         self._decided = [Decisions.empty(chunk, policy.width, policy.budget, device) for _ in range(shape.n_layers)]
         size = (shape.n_layers, chunk, shape.n_experts)
         self._scores, self._pregates = (torch.zeros(size, dtype=torch.float32, device=device) for _ in range(2))
@@ -77,6 +45,8 @@ class Prompt:
         w, device, eps = self.weights, self.weights.embedding.device, self.weights.shape.norm_eps
         ids = torch.from_numpy(np.asarray(tokens, np.int64)).to(device)
         x = w.embedding[ids].float()
+        self._staging.clear()
+        self._ahead.clear()
         for layer in range(w.shape.n_layers):
             x = x + self._attention(layer, x, position)
             h = rms_norm(x, w.layers[layer].ffn_norm, eps)
@@ -107,51 +77,64 @@ class Prompt:
         return product(y.transpose(0, 1).flatten(-2).float(), w.o)
 
     def _experts(self, layer: int, h: torch.Tensor, decided: Decisions, counters: Counters) -> torch.Tensor:
-        """The union of what the tokens execute, each expert once: those in slots first, then the others."""
-        count, held = len(h), self.slots.held[layer]
-        sizes = decided.counts[:count].cpu().numpy()  # the host waits here: it must know the union
-        executed = decided.executed[:count].cpu().numpy()
-        executed = np.where(np.arange(executed.shape[1]) < sizes[:, :1], executed, -1)
-        union = [e for e in np.unique(executed).tolist() if e >= 0]
-        slot_of = self.policy.state.slot_of()[layer]
+        """The union of what the tokens execute, each expert once: those in slots first, then the others. [T, d]."""
+        sizes, executed, slot_of, likely = self._ask(layer, decided, len(h))
+        held, staging = self.slots.held[layer], self._staging
+        grouped = Grouped(h.to(self.weights.dtype), executed, product)
         where = {int(expert): slot for slot, expert in enumerate(held) if expert >= 0}
-        missing = [e for e in union if e not in where]
+        missing = [e for e in grouped.experts if e not in where]
         counters.loads += int((executed >= 0).sum())
         counters.misses += int(sizes[:, 1].sum())
         counters.demand += len(missing)
-        outputs = torch.zeros((count, executed.shape[1], h.shape[1]), device=h.device)
-        arriving = self._staging.bring(layer, missing)
-        for e in union:
+        sent, self._ahead = self._ahead, {}
+        for e in [e for e in sent if e not in missing]:
+            staging.release(sent.pop(e))
+            counters.prefetch, counters.unused = counters.prefetch + 1, counters.unused + 1
+        coming = [*sent, *(e for e in missing if e not in sent)]
+        waiting = deque(coming[len(sent) :])
+
+        def send() -> None:
+            while waiting and staging.room:
+                e = waiting.popleft()
+                sent[e] = staging.send(layer, e)
+
+        send()
+        for e in grouped.experts:
             if e in where:
-                self._run(h, e, executed, self.slots.views(layer, where[e]), outputs)
-        for e, content in arriving:
-            self._run(h, e, executed, self._views(content), outputs)
+                grouped.run(e, self.slots.views(layer, where[e]))
+        for e in coming:
+            content = staging.arrived(sent[e])
+            grouped.run(e, expert_views(content, self.weights.shape, self.weights.dtype))
             if slot_of[e] >= 0:
-                held[slot_of[e]] = -1
+                held[slot_of[e]] = NOTHING
                 self.slots.bytes[layer, slot_of[e]].copy_(content)
                 held[slot_of[e]] = e
-        self._count_rest(layer, slot_of, union, counters)
-        # Summed in each token's own order: the bits do not depend on what was resident.
-        weights = decided.weights[:count] * torch.from_numpy(executed >= 0).to(h.device)
-        return (outputs * weights.unsqueeze(-1)).sum(1)
+            staging.release(sent[e])
+            send()
+        if layer + 1 < len(self.slots.held):
+            next_held = self.slots.held[layer + 1]
+            for e in [e for e in likely if e not in next_held][: staging.ahead]:
+                self._ahead[e] = staging.send(layer + 1, e)
+        # What is still to be moved when the chunk ends.
+        residents = np.flatnonzero(slot_of >= 0)
+        count_settled(counters, residents[held[slot_of[residents]] != residents].tolist(), grouped.experts)
+        inside = torch.arange(executed.shape[1], device=h.device) < decided.counts[: len(h), :1]
+        return grouped.mixed((decided.weights[: len(h)] * inside).unsqueeze(-1))
 
-    def _count_rest(self, layer: int, slot_of: np.ndarray, union: list[int], counters: Counters) -> None:
-        """What is still to be moved when the chunk ends: evicted and brought back, or predicted and not executed."""
-        experts = np.flatnonzero(slot_of >= 0)
-        for e in experts[self.slots.held[layer, slot_of[experts]] != experts].tolist():
-            if e in union:
-                counters.demand += 1
-            else:
-                counters.prefetch, counters.unused = counters.prefetch + 1, counters.unused + 1
-
-    def _run(
-        self, h: torch.Tensor, expert: int, executed: np.ndarray, views: ExpertViews, outputs: torch.Tensor
-    ) -> None:
-        rows, places = (torch.from_numpy(found).to(h.device) for found in np.nonzero(executed == expert))
-        outputs[rows, places] = run_expert(h[rows], views, product)
-
-    def _views(self, content: torch.Tensor) -> ExpertViews:
-        return expert_views(content, self.weights.shape, self.weights.dtype)
+    def _ask(self, layer: int, decided: Decisions, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
+        """In one wait for the device: counts [T, 3], executed [T, k] with −1 beyond a token's, the slot of each expert
+        [E] after the chunk, and the experts that the next layer's pre-gate chooses for any token, most often first."""
+        n_layers, n_experts = self.weights.shape.n_layers, self.weights.shape.n_experts
+        chosen = torch.zeros(n_experts, dtype=torch.int32, device=decided.counts.device)
+        if layer + 1 < n_layers:
+            best = self._pregates[layer + 1, :count].topk(self.policy.top_k[layer + 1], dim=-1).indices.flatten()
+            chosen.scatter_add_(0, best, torch.ones_like(best, dtype=torch.int32))
+        parts = (decided.counts[:count], decided.executed[:count], self.policy.state.ints[layer, 0, :n_experts], chosen)
+        told = torch.cat([part.flatten() for part in parts]).cpu().numpy()
+        counts, executed, slot_of, often = np.split(told, np.cumsum([part.numel() for part in parts])[:-1])
+        counts, executed = counts.reshape(count, -1), executed.reshape(count, -1)
+        likely = [e for e in np.argsort(-often, kind="stable").tolist() if often[e] > 0]
+        return counts, np.where(np.arange(executed.shape[1]) < counts[:, :1], executed, -1), slot_of, likely
 
     def record(self, count: int) -> dict[str, np.ndarray]:
         """What the last chunk of `count` tokens decided, as `edgemoe.gpu_offload.decisions.Decisions.record`."""

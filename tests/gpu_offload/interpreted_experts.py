@@ -10,7 +10,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from edgemoe.gpu_offload import host_driven_experts
-from edgemoe.gpu_offload.cpu import mixing_weights, product, run_expert
+from edgemoe.gpu_offload.arithmetic import mixing_weights, run_expert
+from edgemoe.gpu_offload.cpu import product
 from edgemoe.gpu_offload.host_driven_experts import run_executed
 
 

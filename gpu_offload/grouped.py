@@ -1,0 +1,56 @@
+"""The experts of a chunk, each executed once: the rows of all tokens that chose it, side by side."""
+
+import numpy as np
+import torch
+
+from edgemoe.gpu_offload.arena import ExpertViews
+from edgemoe.gpu_offload.arithmetic import Product, run_expert
+from edgemoe.gpu_offload.executor import Counters
+
+
+class Grouped:
+    """Rows of h [T, d] by the expert that executes them; `experts` are all of them, in index order.
+
+    executed [T, k] int: −1 where a gate was elided.
+    """
+
+    def __init__(self, h: torch.Tensor, executed: np.ndarray, multiply: Product) -> None:
+        flat = executed.reshape(-1)
+        order = np.argsort(flat, kind="stable")
+        order = order[flat[order] >= 0]
+        experts, starts = np.unique(flat[order], return_index=True)
+        self.experts: list[int] = experts.tolist()
+        self._spans = dict(zip(self.experts, zip(starts, [*starts[1:], len(order)], strict=True), strict=True))
+        self._shape = executed.shape
+        self._order = _on(torch.from_numpy(order), h.device)
+        self._rows = h[self._order // executed.shape[1]]
+        self._outputs = torch.zeros((executed.size, h.shape[1]), device=h.device)
+        self._results = torch.empty((len(order), h.shape[1]), device=h.device)
+        self._multiply = multiply
+
+    def run(self, expert: int, views: ExpertViews) -> None:
+        first, last = self._spans[expert]
+        self._results[first:last] = run_expert(self._rows[first:last], views, self._multiply)
+
+    def mixed(self, weights: torch.Tensor) -> torch.Tensor:
+        """[T, d] float32, once all experts have run; weights [T, k, 1], zero where a gate was elided.
+
+        Summed in each token's own order: the bits do not depend on what was resident.
+        """
+        self._outputs[self._order] = self._results
+        return (self._outputs.view(*self._shape, -1) * weights).sum(1)
+
+
+def _on(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device, without waiting for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
+def count_settled(counters: Counters, moved: list[int], union: list[int]) -> None:
+    """Experts that were moved when a chunk's layer ended: evicted and brought back into another slot, or predicted and
+    not executed."""
+    for expert in moved:
+        if expert in union:
+            counters.demand += 1
+        else:
+            counters.prefetch, counters.unused = counters.prefetch + 1, counters.unused + 1
