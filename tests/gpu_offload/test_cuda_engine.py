@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU tier needs torch (pip install edgemoe[gpu])")
 pytest.importorskip("triton", reason="the GPU tier needs Triton (pip install edgemoe[gpu])")
 
-from offload_engines import make  # noqa: E402
+from offload_engines import made_up_calibration, make  # noqa: E402
 
 from edgemoe.data import DOMAINS  # noqa: E402
 from edgemoe.demo import demo_file, demo_model  # noqa: E402
@@ -77,6 +77,16 @@ def test_logits_are_the_cpu_s(name: str, dtype: str, bound: float, executor: str
     assert alike.mean() > (0.99 if dtype == "float32" else 0.6)
     gap = b.max(1) - b[np.arange(len(a)), a.argmax(1)]
     assert (gap <= 2 * np.abs(a - b).max(1)).all()
+
+
+def test_a_calibration_decides_alike() -> None:
+    """Warm set, bonus scale and token prior, in chunks of a prompt and in decodes."""
+    known = made_up_calibration(8192, 8, 64)
+    found = []
+    for device in ("cpu", DEVICE):
+        with demo(device, policy=preset("psr"), calibration=known, chunk=16, record=True, verify_slots=False) as engine:
+            found.append(forced(engine)[1])
+    assert (np.sort(found[0], -1) == np.sort(found[1], -1)).all(axis=(0, 2)).mean() > 0.99
 
 
 @pytest.mark.parametrize(
