@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 Advance = Callable[[int], None]
 
@@ -57,8 +58,9 @@ def _lines(what: str, total: int, unit: str) -> Iterator[Advance]:
     done = 0
 
     def say() -> None:
-        rate = done / max(time.monotonic() - start, 1e-9)
-        print(f"{what}: {done:,}/{total:,} {unit}, {rate:,.0f}/s", file=sys.stderr, flush=True)  # noqa: T201
+        spent = max(time.monotonic() - start, 1e-9)
+        left = f", ETA {timedelta(seconds=round(spent * (total - done) / done))}" if 0 < done < total else ""
+        print(f"{what}: {done:,}/{total:,} {unit}, {done / spent:,.0f}/s{left}", file=sys.stderr, flush=True)  # noqa: T201
 
     def advance(count: int) -> None:
         nonlocal done, last
