@@ -90,16 +90,17 @@ def _gpu_work(shape: Shape, itemsize: int, n_ctx: int, chunk: int) -> int:
     state = _SINGLE * shape.n_layers * layout.padded(shape.n_experts) * (len(layout.INTS) + len(layout.REALS))
     logits = chunk * shape.n_vocab * (itemsize + _SINGLE) + 2 * _SINGLE * shape.n_vocab
     context = n_ctx * (2 * shape.d_query * itemsize + 2 * _SINGLE * shape.d_head + chunk + 8)
-    outputs = 2 * _SINGLE * chunk * shape.top_k * shape.d_model
     staged = staging_bytes(shape.expert_values * itemsize) + shape.expert_values * itemsize
     activations = _SINGLE * _chunk_values(shape, n_ctx, chunk)
-    return activations + outputs + logits + context + staged + (SNAPSHOTS + 1) * state + GPU_RESERVE
+    return activations + logits + context + staged + (SNAPSHOTS + 1) * state + GPU_RESERVE
 
 
 def _chunk_values(shape: Shape, n_ctx: int, chunk: int) -> int:
-    """Activations, attention scores and decisions of a chunk."""
+    """Activations, attention scores and decisions of a chunk; every row once for each expert that executes it, four
+    times: its input, its output, that in its token's order, and mixed."""
     d, q, kv, n_experts = shape.d_model, shape.d_query, shape.d_kv, shape.n_experts
-    rows = chunk * (6 * d + 3 * (q + 2 * kv) + 2 * shape.d_expert * shape.top_k + 4 * n_experts)
+    copies = shape.top_k * (4 * d + 2 * shape.d_expert)
+    rows = chunk * (6 * d + 3 * (q + 2 * kv) + 4 * n_experts + copies)
     scores = chunk * n_ctx * shape.n_heads
     return rows + scores + chunk * shape.n_layers * (6 * n_experts + shape.top_k + 2)
 
