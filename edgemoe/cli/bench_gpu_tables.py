@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from edgemoe.bench.gpu.generation import Generated
-    from edgemoe.bench.gpu.rows import Row
     from edgemoe.bench.gpu.run import Report
 
 
@@ -62,7 +60,7 @@ def _rows(report: Report) -> Table:
         if row.problem:
             continue
         made.add_row(
-            _name(row),
+            row.label,
             str(row.slots),
             *(_ms(value) for value in (row.mean, row.p50, row.p99, row.timeline_s)),
             _number(row.over_timeline),
@@ -84,9 +82,9 @@ def _copies(report: Report) -> Table:
     for row in report.rows:
         if row.problem or not row.copies:
             continue
-        decided = f"{row.decided_demand or 0:.2f}+{row.decided_prefetch or 0:.2f}"
+        decided = f"{_number(row.decided_demand)}+{_number(row.decided_prefetch)}"
         made.add_row(
-            _name(row),
+            row.label,
             str(row.slots),
             *(_number(value) for value in (row.demand, row.prefetch, row.in_time, row.late, row.unused)),
             format_bytes(row.copied_bytes or 0.0),
@@ -103,11 +101,10 @@ def _ratios(report: Report) -> Table:
     made = table("takes as long", "as", "slots", "ratio", "95%", "p", "the paper's", left=("as", "the paper's"))
     for one in report.beside:
         ratio = one.ratio
-        host = ", host-driven" if one.executor == "host" else ""
         interval = f"{ratio.low:.2f}–{ratio.high:.2f}"
         made.add_row(
-            one.slower + host,
-            one.faster + host,
+            one.slower,
+            one.faster,
             str(one.slots),
             f"{ratio.ratio:.2f}",
             interval,
@@ -136,7 +133,7 @@ def _generated(report: Report) -> Table:
 
     made = table("free generation", "slots", "prompt ms", "ms per token", "copies")
     for one in report.generated:
-        made.add_row(_name(one), str(one.slots), _ms(one.first_token_s), _ms(one.token_s), _number(one.copies))
+        made.add_row(one.label, str(one.slots), _ms(one.first_token_s), _ms(one.token_s), _number(one.copies))
     return made
 
 
@@ -154,7 +151,7 @@ def _against(report: Report) -> Table:
         if row.mean:
             made.add_row(
                 split.share, str(split.n_cpu_moe), str(split.threads), _ms(split.token_s), "best",
-                _name(row), f"{split.token_s / row.mean:.2f}",
+                row.label, f"{split.token_s / row.mean:.2f}",
             )  # fmt: skip
     return made
 
@@ -198,10 +195,6 @@ def _notes(report: Report) -> list[str]:
             "everything resident, divided among its parts as their bytes are"
         )
     return notes
-
-
-def _name(row: Row | Generated) -> str:
-    return row.name + (", host-driven" if row.executor == "host" else "")
 
 
 def _ms(seconds: float | None) -> str:

@@ -64,6 +64,13 @@ def test_every_row_decides_and_copies_what_the_host_does() -> None:
     assert [bar.holds for bar in bars(report)] == [True]
 
 
+def test_routing_on_the_physical_cache_is_held_to_no_decision() -> None:
+    report = bench_gpu(settings(executors=("physical",), rounds=1))
+    assert [row.label for row in report.rows] == [f"{name}, physical cache" for name in ("resident", *POLICIES)]
+    assert all(row.mean and row.problem == "" and row.agrees is None for row in report.rows)
+    assert all(row.decided_demand is None and row.timeline_s is None for row in report.rows)
+
+
 def test_the_same_run_has_the_same_configurations() -> None:
     first, again = (bench_gpu(settings(rounds=1, generate=0)) for _ in range(2))
     assert [row.config for row in first.rows] == [row.config for row in again.rows]

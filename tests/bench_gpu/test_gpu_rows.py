@@ -46,7 +46,7 @@ def test_ratios_pair_rounds_of_the_same_slots_and_executor() -> None:
     assert found.ratio.low == pytest.approx(2) and "2.2" in found.paper
     assert beside([replace(fast, rounds=(1.0,)), replace(slow, rounds=(2.0,))]) == []
     [host] = executors_beside([fast, replace(fast, executor="host", rounds=(3.0, 3.3, 2.7))])
-    assert host.ratio.ratio == pytest.approx(3)
+    assert host.ratio.ratio == pytest.approx(3) and (host.slower, host.faster) == ("psr, host-driven", "psr")
 
 
 def test_a_preset_is_one_wherever_its_scale_comes_from() -> None:

@@ -15,8 +15,9 @@ from edgemoe.gpu_offload.executor import Executor
 from edgemoe.gpu_offload.weights import Weights
 from edgemoe.policy import Policy
 
-DEVICE, HOST, CPU = "device", "host", "cpu"
-EXECUTORS = (DEVICE, HOST, CPU)
+DEVICE, HOST, PHYSICAL, CPU = "device", "host", "physical", "cpu"
+EXECUTORS = (DEVICE, HOST, PHYSICAL, CPU)
+_CALLED = {HOST: ", host-driven", PHYSICAL: ", physical cache"}
 CHUNK = 64
 
 
@@ -36,6 +37,11 @@ class Arm:
     @property
     def key(self) -> str:
         return f"{self.name}@{self.slots}/{self.executor}"
+
+
+def label(name: str, executor: str) -> str:
+    """A row's name with the executor's, where that is not the usual one."""
+    return name + _CALLED.get(executor, "")
 
 
 class Clock(Protocol):
@@ -69,7 +75,10 @@ def stepped(subject: Subject, arm: Arm, recorded: torch.Tensor | None) -> Execut
         return _RecordedCpu(subject.weights, decisions, n_ctx=context(subject), recorded=recorded)
     from edgemoe.gpu_offload.host_driven import HostDrivenExecutor
 
-    return HostDrivenExecutor(subject.weights, decisions, n_ctx=context(subject), recorded=recorded, **arm.options)
+    physical: dict[str, Any] = {"physical": "issued"} if arm.executor == PHYSICAL else {}
+    return HostDrivenExecutor(
+        subject.weights, decisions, n_ctx=context(subject), recorded=recorded, **physical, **arm.options
+    )
 
 
 class Shared:

@@ -5,6 +5,7 @@ physical cache, the paper's foil, may not, and is run to show that the ways to m
 Runs on the model's own routing, which its own text feeds: one decision that differs changes all that follows.
 """
 
+import gc
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
@@ -139,6 +140,8 @@ def _text(subject: Subject, arm: Arm, prompt: np.ndarray, count: int) -> tuple[t
         return tuple(tokens), residents.hexdigest()[:12]
     finally:
         executor.close()
+        del executor
+        gc.collect()
 
 
 def _executor(subject: Subject, arm: Arm) -> Executor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from edgemoe.bench.gpu.clocks import Arm
+from edgemoe.bench.gpu.clocks import Arm, label
 from edgemoe.bench.gpu.pool import Pool
 from edgemoe.bench.gpu.subject import Subject
 from edgemoe.errors import UserError
@@ -34,8 +34,12 @@ class Generated:
     copies: float
     """Per token, demand and prefetch."""
 
+    @property
+    def label(self) -> str:
+        return label(self.name, self.executor)
+
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "label": self.label}
 
 
 def generate(

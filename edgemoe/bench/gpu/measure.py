@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from edgemoe.bench.gpu.clocks import Arm, Clock
+from edgemoe.bench.gpu.clocks import PHYSICAL, Arm, Clock
 from edgemoe.bench.gpu.pool import Pool
 from edgemoe.bench.gpu.replay import Decided, Routing, decide
 from edgemoe.bench.gpu.subject import Subject
@@ -52,7 +52,8 @@ def prepare(subject: Subject, pool: Pool, arms: Sequence[Arm], advance: Advance 
     for arm in arms:
         timed = Timed(arm)
         with _noted(timed, pool):
-            timed.decided = _decided(subject, pool, arm)
+            if arm.executor != PHYSICAL:  # which decides by its own timing
+                timed.decided = _decided(subject, pool, arm)
             clock = pool.get(arm)
             timed.name = clock.executor.name
             clock.executor.reset()
@@ -127,6 +128,8 @@ def _window(clock: Clock, timed: Timed, window: int, total: dict[str, float]) ->
     after = _counters(clock)
     for name in COUNTED:
         total[name] += after[name] - before[name]
+    if not timed.decided:
+        return seconds
     same = bool(np.array_equal(clock.executor.slot_of() >= 0, timed.decided[window].resident))
     timed.agrees = same if timed.agrees is None else timed.agrees and same
     return seconds

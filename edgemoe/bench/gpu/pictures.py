@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from edgemoe.bench.gpu.clocks import label
 from edgemoe.bench.gpu.frontier import family_of
 from edgemoe.bench.gpu.rows import Row
 from edgemoe.bench.gpu.run import Report
@@ -50,8 +51,8 @@ def _distribution(rows: Sequence[Row], shares: Sequence[str], title: str) -> Any
     for axis, share in zip(axes, shares, strict=True):
         for row in (row for row in rows if row.share == share):
             slower = 1 - np.linspace(0, 1, len(row.quantiles))
-            style = "--" if row.executor == "host" else "-"
-            axis.plot(1e3 * np.array(row.quantiles), slower, style, lw=1.2, label=_label(row))
+            style = "-" if row.label == row.name else "--"
+            axis.plot(1e3 * np.array(row.quantiles), slower, style, lw=1.2, label=row.label)
         axis.set_xscale("log")
         axis.set_ylabel(f"{share}: share of slower tokens")
         axis.grid(alpha=0.3, which="both")
@@ -70,12 +71,12 @@ def _decomposition(rows: Sequence[Row], shares: Sequence[str], title: str) -> An
         found = [row for row in rows if row.share == share]
         places = np.arange(len(found))
         bottom = np.zeros(len(found))
-        for name, colour, label in _PARTS:
+        for name, colour, meaning in _PARTS:
             heights = np.array([getattr(row, name) or 0.0 for row in found])
-            axis.bar(places, heights, bottom=bottom, color=colour, width=0.7, label=label)
+            axis.bar(places, heights, bottom=bottom, color=colour, width=0.7, label=meaning)
             bottom += heights
         axis.set_ylim(0, 1.3 * max(float(bottom.max()), 1.0))
-        axis.set_xticks(places, [_label(row) for row in found], rotation=30, ha="right", fontsize=7)
+        axis.set_xticks(places, [row.label for row in found], rotation=30, ha="right", fontsize=7)
         axis.set_ylabel(f"{share}: copies per token")
         times = axis.twinx()
         times.plot(places, [1e3 * (row.mean or 0.0) for row in found], "ko", ms=4)
@@ -95,7 +96,7 @@ def _frontier(rows: Sequence[Row], shares: Sequence[str], title: str) -> Any:
         families: dict[str, list[Row]] = {}
         for row in rows:
             if row.share == share and row.kl is not None:
-                families.setdefault(family_of(row.policy) + _executor(row), []).append(row)
+                families.setdefault(label(family_of(row.policy), row.executor), []).append(row)
         for (name, found), marker in zip(families.items(), "osDX^v<>Ph*" * len(families), strict=False):
             ordered = sorted(found, key=lambda row: row.kl or 0.0)
             axis.plot(
@@ -107,11 +108,3 @@ def _frontier(rows: Sequence[Row], shares: Sequence[str], title: str) -> Any:
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
     return figure
-
-
-def _label(row: Row) -> str:
-    return row.name + _executor(row)
-
-
-def _executor(row: Row) -> str:
-    return ", host-driven" if row.executor == "host" else ""

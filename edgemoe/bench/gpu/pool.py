@@ -1,5 +1,6 @@
 """Executors that stay alive between rounds, as many as the device's memory holds."""
 
+import gc
 from collections import OrderedDict
 
 import torch
@@ -52,6 +53,7 @@ class Pool:
         _, oldest = self._open.popitem(last=False)
         oldest.close()
         del oldest
+        gc.collect()  # graphs and their launches refer to each other
         if self._subject.device == "cuda":
             torch.cuda.empty_cache()
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from edgemoe.bench.gpu.clocks import label
 from edgemoe.bench.gpu.geometry import active_bytes
 from edgemoe.bench.gpu.limits import Rates, compute_of
 from edgemoe.bench.gpu.measure import Timed
@@ -64,6 +65,10 @@ class Row:
     problem: str
 
     @property
+    def label(self) -> str:
+        return label(self.name, self.executor)
+
+    @property
     def over_timeline(self) -> float | None:
         return self.mean / self.timeline_s if self.mean and self.timeline_s else None
 
@@ -72,7 +77,7 @@ class Row:
         return None if self.demand is None or self.prefetch is None else self.demand + self.prefetch
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "copies": self.copies, "over_timeline": self.over_timeline}
+        return {**asdict(self), "label": self.label, "copies": self.copies, "over_timeline": self.over_timeline}
 
 
 def config_of(subject: Subject, timed: Timed) -> str:
@@ -168,13 +173,12 @@ def _row(
 
 @dataclass(frozen=True)
 class Beside:
-    """How many times as long `slower` takes as `faster`, over rounds, and what the PSR paper has."""
+    """How many times as long `slower` takes as `faster` (labels of rows), over rounds, and what the PSR paper has."""
 
     slower: str
     faster: str
     share: str
     slots: int
-    executor: str
     ratio: Ratio
     paper: str = ""
 
@@ -208,18 +212,18 @@ def beside(rows: Sequence[Row]) -> list[Beside]:
             known = next((said for name, said in PAPER.items() if is_preset(slow, name)), "")
             paper = known if is_preset(fast, "psr") else ""
             ratio = log_ratio(slow.rounds, fast.rounds)
-            found.append(Beside(slow.name, fast.name, fast.share, fast.slots, fast.executor, ratio, paper))
+            found.append(Beside(slow.label, fast.label, fast.share, fast.slots, ratio, paper))
     return found
 
 
 def executors_beside(rows: Sequence[Row]) -> list[Beside]:
-    """Host-driven over device-resident, where both ran a policy with the same slots."""
+    """Every other executor over the device-resident one, where both ran a policy with the same slots."""
     device = {(row.policy_hash, row.slots): row for row in rows if row.executor == "device"}
     found = []
     for row in rows:
         other = device.get((row.policy_hash, row.slots))
-        if row.executor != "host" or other is None or not 2 <= len(row.rounds) == len(other.rounds):
+        if other is None or other is row or not 2 <= len(row.rounds) == len(other.rounds):
             continue
         ratio = log_ratio(row.rounds, other.rounds)
-        found.append(Beside(f"{row.name}, host-driven", other.name, row.share, row.slots, "both", ratio))
+        found.append(Beside(row.label, other.label, row.share, row.slots, ratio))
     return found
