@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _REDRAW_S = 0.2
 _NOTICED_S = 1.0
+_COMPILING_S = 3.0  # a busy machine needs some of it to load what was compiled before
 _ENDINGS = {
     "end": "the model ended the text",
     "stop": "a stop string",
@@ -43,9 +44,9 @@ def loaded(model: Path, quiet: bool, streaming: dict[str, Any], records: Records
     from edgemoe.progress import progress
 
     device = streaming.get("device")
+    total, nbytes = load_steps(model, streamed=bool(streaming), device=device)
     if streaming and device is None:
         make_ready(quiet)
-    total, nbytes = load_steps(model, streamed=bool(streaming), device=device)
     megabytes = max(1, round(nbytes / 1e6))
     with progress(f"loading {model.name}", megabytes, "MB", quiet=quiet) as advance, _compiling() as compiling:
         steps = done = 0
@@ -86,7 +87,7 @@ def make_ready(quiet: bool) -> None:
     done = threading.Event()
 
     def tell() -> None:
-        if done.wait(_NOTICED_S):
+        if done.wait(_COMPILING_S):
             return
         said = "compiling the routing callback: once on this machine, for about 20 s"
         if not sys.stderr.isatty():
