@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from edgemoe.generation.summary import Summary
 
 INTERRUPTED = 130
+_NOT_TEXT = "this line is not UTF-8 text: convert it first"
 _HELP = "/reset starts a new conversation, /exit (or Ctrl-D) ends; a line that ends in \\ goes on in the next"
 
 
@@ -67,7 +68,8 @@ def chat(
 
         typer.echo(json.dumps({"turns": conversation.record, **how, **records.as_json()}, allow_nan=False))
     elif conversation.total:
-        print_summary(conversation.total, f"{len(conversation.record)} turns", records)
+        turns = len(conversation.record)
+        print_summary(conversation.total, f"{turns} {'turn' if turns == 1 else 'turns'}", records)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -108,6 +110,7 @@ class _Conversation:
         from edgemoe.errors import UserError
 
         try:
+            _check_text(line)
             reply, summary = self._reply(line)
         except UserError as error:
             if not person:
@@ -145,10 +148,25 @@ def _turns(person: bool) -> Iterator[str]:
             yield line
 
 
+def _check_text(line: str) -> None:
+    """Bytes that are no text come as lone surrogates where the locale lets them through."""
+    from edgemoe.errors import UserError
+
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        raise UserError(_NOT_TEXT) from None
+
+
 def _line(ask: str) -> str:
+    from edgemoe.errors import UserError
+
     if ask:
         return input(ask)
-    line = sys.stdin.readline()
+    try:
+        line = sys.stdin.readline()
+    except UnicodeDecodeError:
+        raise UserError(_NOT_TEXT) from None
     if not line:
         raise EOFError
     return line.removesuffix("\n")

@@ -42,6 +42,21 @@ def test_piped_turns_keep_the_conversation(folder: Path) -> None:
     assert second["prompt_phase"]["tokens"] == second["prompt_tokens"] - second["reused_tokens"]
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_line_that_is_no_text_ends_a_script_in_one_line(folder: Path, errors: str) -> None:
+    """As locales differ: some refuse the bytes, others let them through."""
+    done = subprocess.run(
+        [*COMMAND, "-n", "2", "--json"],
+        input=b"\xff\xfe\n",
+        cwd=folder,
+        capture_output=True,
+        timeout=300,
+        env={**os.environ, "PYTHONIOENCODING": f"utf-8:{errors}"},
+    )
+    assert done.returncode == 2 and done.stdout == b""
+    assert done.stderr == b"edgemoe: this line is not UTF-8 text: convert it first\n"
+
+
 def test_a_reset_starts_anew_and_exit_ends(folder: Path) -> None:
     done = chat(
         folder, "Hello\n/reset\nHello\n/exit\nnever\n", "-n", "6", "--greedy", "--json", "--system", "Be brief."
@@ -132,7 +147,7 @@ def test_a_person_stops_a_reply_goes_on_and_leaves(folder: Path) -> None:
     person.reads(r"interrupted")
     person.reads("> ")
     person.types("/exit\r")
-    person.reads("1 turns? ")
+    person.reads("1 turn ")
     assert person.leaves() == 0
 
 
