@@ -8,10 +8,13 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import numpy as np
 import torch
 
 from edgemoe.generation import Writer
@@ -20,13 +23,16 @@ from edgemoe.gpu_offload import engine as engine_module
 from edgemoe.gpu_offload.device import DeviceExecutor
 from edgemoe.gpu_offload.engine import OffloadEngine
 from edgemoe.gpu_offload.executor import Executor
-from edgemoe.gpu_offload.program import Tuning
+from edgemoe.gpu_offload.program import Cut, Tuning
 from edgemoe.gpu_offload.target import Target, find_target
 from edgemoe.gpu_offload.weights import Weights
 from edgemoe.model.synthetic import write_synthetic
 from edgemoe.policy import LogicalCache, preset
 from edgemoe.units import Residency
 
+# The interpreter takes its time per block, not per element.
+CUTS = {field.name: Cut(rows=64, columns=32, warps=4) for field in fields(Tuning) if isinstance(field.default, Cut)}
+TUNING = Tuning(**CUTS, splits=2, positions=8)
 PROMPT, GREEDY = "abcde", {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -34,14 +40,28 @@ class Interpreted(Target):
     """The device's executor on the CPU: one launch after the other, and no graphs."""
 
     def open(self, weights: Weights, cache: LogicalCache, *, n_ctx: int, chunk: int) -> Executor:
-        return DeviceExecutor(weights, cache, n_ctx=n_ctx, chunk=chunk, tuning=Tuning(splits=2), concurrent=False)
+        return DeviceExecutor(weights, cache, n_ctx=n_ctx, chunk=chunk, tuning=TUNING, concurrent=False)
 
 
 def chosen(device: str, *_: object) -> Target:
     return Interpreted(torch.device("cpu"), "device", "interpreter") if device == "cuda" else find_target(device)
 
 
-def make(path: Path, device: str) -> OffloadEngine:
+class Watching:
+    """Keeps what an observer is told."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, object]] = []
+
+    def reset(self) -> None:
+        self.told.clear()
+
+    def decoded(self, tokens: np.ndarray, rows: Mapping[str, np.ndarray]) -> None:
+        told = {name: np.round(values, 4).tolist() for name, values in rows.items()}
+        self.told.append({"tokens": tokens.tolist(), **told})
+
+
+def make(path: Path, device: str, observer: Watching | None = None) -> OffloadEngine:
     return OffloadEngine(
         path,
         device=device,
@@ -51,6 +71,7 @@ def make(path: Path, device: str) -> OffloadEngine:
         chunk=8,
         n_threads=1,
         dtype="float32",
+        observer=observer,
         verify_slots=True,
     )
 
@@ -92,6 +113,11 @@ def main() -> None:
         for device in ("cuda", "cpu"):
             with make(path, device) as engine:
                 found[device] = texts(engine)
+            watching = Watching()
+            with make(path, device, watching) as engine:
+                assert engine.block == 1, "who is told of every token gets them one by one"
+                Writer(engine).write("abc", n=3, **GREEDY)
+            found[device]["told"] = watching.told
     sys.stdout.write(json.dumps(found))
 
 

@@ -150,6 +150,10 @@ def test_the_device_s_blocks_are_the_cpu_s_text() -> None:
     assert device["block"] == 4 and cpu["block"] == 1
     for name in ("greedy", "drawn", "stopped", "held", "counted"):
         assert device[name] == cpu[name], name
+    for ours, theirs in zip(device["told"], cpu["told"], strict=True):
+        assert ours["tokens"] == theirs["tokens"] and ours["executed"] == theirs["executed"]
+        assert np.allclose(ours["scores"], theirs["scores"], atol=2e-4)
+        assert np.allclose(ours["pregate"][1:], theirs["pregate"][1:], atol=2e-4)
     assert np.allclose(device["next"], cpu["next"], rtol=1e-5)
     assert device["unknown"] == [None] * 3 and device["shares"] == ["device", "other"]
     assert all(value > 0 for value in cpu["unknown"]) and "demand_wait" in cpu["shares"]
