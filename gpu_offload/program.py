@@ -37,9 +37,9 @@ class Tuning:
 
     qkv: Cut = Cut(4, 2048)
     o: Cut = Cut(2, 2048)
-    router: Cut = Cut(1, 2048)
-    gate_and_up: Cut = Cut(4, 2048, warps=8)
-    down: Cut = Cut(4, 512)
+    router: Cut = Cut(4, 2048, warps=8)
+    gate_and_up: Cut = Cut(2, 2048)
+    down: Cut = Cut(1, 512, registers=64)
     output: Cut = Cut(4, 2048)
     splits: int = 16  # of a head's positions
     positions: int = 64  # at once

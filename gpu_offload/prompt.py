@@ -11,10 +11,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from edgemoe.gpu_offload.arena import expert_views
 from edgemoe.gpu_offload.arithmetic import projected, rms_norm
+from edgemoe.gpu_offload.chunk_experts import ChunkExperts
 from edgemoe.gpu_offload.executor import Counters
-from edgemoe.gpu_offload.grouped import Grouped, count_settled
+from edgemoe.gpu_offload.grouped import count_settled
 from edgemoe.gpu_offload.kernels.device_policy import Decisions, DevicePolicy
 from edgemoe.gpu_offload.program import TokenProgram
 from edgemoe.gpu_offload.slots import NOTHING, Slots
@@ -80,9 +80,9 @@ class Prompt:
         """The union of what the tokens execute, each expert once: those in slots first, then the others. [T, d]."""
         sizes, executed, slot_of, likely = self._ask(layer, decided, len(h))
         held, staging = self.slots.held[layer], self._staging
-        grouped = Grouped(h.to(self.weights.dtype), executed, product)
         where = {int(expert): slot for slot, expert in enumerate(held) if expert >= 0}
-        missing = [e for e in grouped.experts if e not in where]
+        products = ChunkExperts(h.to(self.weights.dtype), executed, where, self.weights.shape)
+        missing = [e for e in products.experts if e not in where]
         counters.loads += int((executed >= 0).sum())
         counters.misses += int(sizes[:, 1].sum())
         counters.demand += len(missing)
@@ -99,12 +99,10 @@ class Prompt:
                 sent[e] = staging.send(layer, e)
 
         send()
-        for e in grouped.experts:
-            if e in where:
-                grouped.run(e, self.slots.views(layer, where[e]))
+        products.run_held(self.slots.bytes[layer])
         for e in coming:
             content = staging.arrived(sent[e])
-            grouped.run(e, expert_views(content, self.weights.shape, self.weights.dtype))
+            products.run(e, content)
             if slot_of[e] >= 0:
                 held[slot_of[e]] = NOTHING
                 self.slots.bytes[layer, slot_of[e]].copy_(content)
@@ -117,9 +115,9 @@ class Prompt:
                 self._ahead[e] = staging.send(layer + 1, e)
         # What is still to be moved when the chunk ends.
         residents = np.flatnonzero(slot_of >= 0)
-        count_settled(counters, residents[held[slot_of[residents]] != residents].tolist(), grouped.experts)
+        count_settled(counters, residents[held[slot_of[residents]] != residents].tolist(), products.experts)
         inside = torch.arange(executed.shape[1], device=h.device) < decided.counts[: len(h), :1]
-        return grouped.mixed((decided.weights[: len(h)] * inside).unsqueeze(-1))
+        return products.mixed((decided.weights[: len(h)] * inside).unsqueeze(-1))
 
     def _ask(self, layer: int, decided: Decisions, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
         """In one wait for the device: counts [T, 3], executed [T, k] with −1 beyond a token's, the slot of each expert
