@@ -64,7 +64,7 @@ def point_of(policies: Sequence[str], model: Path, residency: str | None, calibr
     calibrations or residencies where none is given.
     """
     from edgemoe.errors import UserError
-    from edgemoe.evaluation.tuned_for import check_policy_file
+    from edgemoe.generation.tuned import check_policy_file
     from edgemoe.policy.policy_file import calibration_beside, is_policy_file, load_policy_file
     from edgemoe.units import Residency
 

@@ -176,7 +176,7 @@ class Streaming:
     def check_model(self, model: Path) -> None:
         """Raise `UserError` for a policy file that was tuned for another model."""
         if self.policy is not None and self.policy.endswith(".json"):
-            from edgemoe.evaluation.tuned_for import check_policy_file
+            from edgemoe.generation.tuned import check_policy_file
 
             check_policy_file(self.policy, model)
 

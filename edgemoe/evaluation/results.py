@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from edgemoe import __version__
 from edgemoe.errors import UserError
 from edgemoe.files import read_json, reason_of
+from edgemoe.model.fingerprint import fingerprint as fingerprint
 
 FORMAT = "edgemoe results"
 VERSION = 1
@@ -23,16 +24,6 @@ PARTIAL = ".partial"  # what a run that is not finished has written so far (`edg
 Kind = Literal["divergence", "tasks"]
 DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """What reading a file that is not one of ours raises."""
-
-
-def fingerprint(parts: Iterable[str | bytes]) -> str:
-    """SHA-256 of a sequence of texts, each with its length: of a vocabulary's pieces in the order of their ids, or of
-    a task's questions with all that goes into their prompts."""
-    content = hashlib.sha256()
-    for part in parts:
-        raw = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
-        content.update(len(raw).to_bytes(8, "little") + raw)
-    return content.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,9 @@ def load(
     Without `ram` and `residency`, llama.cpp holds the whole model, and `settings` are those of
     `edgemoe.llamacpp.resident.ResidentEngine`. With `ram` (bytes, or `"6GB"`) the process holds no more than that, with
     `residency` (`"50%"`, `"32"`, `"6GB"`) so many experts: the others are read from disk when they are executed, and
-    `settings` are those of `edgemoe.streaming.engine.StreamingEngine`. `policy` is a preset's name or a `Policy`, exact
-    LRU by default; `calibration` a file of `edgemoe calibrate`. `advance` counts to `load_steps`.
+    `settings` are those of `edgemoe.streaming.engine.StreamingEngine`. `policy` is a preset's name, a
+    policy file of `edgemoe tune` or a `Policy`, exact LRU by default; `calibration` a file of `edgemoe calibrate`, by
+    default that of the policy file. `advance` counts to `load_steps`.
 
     With `device` (`"cpu"` or `"cuda"`) all experts are in RAM and `residency`, or what `vram` bytes hold, on the
     device: the model may be a safetensors folder or a hub name, and `settings` are those of
@@ -58,18 +59,16 @@ def load(
         if policy is not None or calibration is not None:
             raise UserError("a policy decides which experts are in RAM: give ram or residency with it")
         return Writer(ResidentEngine(path, advance=advance, **settings))
-    from edgemoe.calibration import load_calibration
-    from edgemoe.policy import preset
+    from edgemoe.generation.tuned import named
     from edgemoe.streaming.engine import StreamingEngine
 
-    if isinstance(calibration, str | Path):
-        calibration = load_calibration(calibration, model)
+    policy, calibration = named(policy, calibration, path)
     writer = Writer(
         StreamingEngine(
             path,
             ram=parse_bytes(ram) if isinstance(ram, str) else ram,
             residency=residency,
-            policy=preset(policy) if isinstance(policy, str) else policy,
+            policy=policy,
             calibration=calibration,
             advance=advance,
             **settings,
@@ -93,17 +92,12 @@ def _offloaded(
         from edgemoe.gpu_offload.hub import resolve
     except ModuleNotFoundError as error:
         raise UserError(f"--device needs {error.name}: pip install edgemoe[gpu]") from None
-    from edgemoe.calibration import load_calibration
-    from edgemoe.policy import preset
+    from edgemoe.generation.tuned import named
 
     if n_gpu_layers or kv_type != "f16":
         raise UserError("n_gpu_layers and kv_type are for llama.cpp, device is not: leave one out")
     path = resolve(path)
-    if isinstance(calibration, str | Path):
-        # A folder has no GGUF header that a calibration could name; the engine compares their shapes.
-        calibration = load_calibration(calibration, None if path.is_dir() else path)
-    if isinstance(policy, str):
-        policy = preset(policy)
+    policy, calibration = named(policy, calibration, path)
     writer = Writer(OffloadEngine(path, policy=policy, calibration=calibration, **settings))
     writer.calibration = calibration
     return writer

@@ -40,19 +40,16 @@ def load_streams(
     **settings: Any,
 ) -> "Streams":
     """`edgemoe.generation.load` for `places` texts at a time, of as many tokens each as the context holds."""
-    from edgemoe.calibration import load_calibration
-    from edgemoe.model import read_model
-    from edgemoe.policy import preset
+    from edgemoe.generation.tuned import named
     from edgemoe.streaming.streams import Streams
 
-    if isinstance(calibration, str | Path):
-        calibration = load_calibration(calibration, read_model(path))
+    policy, calibration = named(policy, calibration, path)
     return Streams(
         path,
         places,
         ram=parse_bytes(ram) if isinstance(ram, str) else ram,
         residency=Residency.parse(residency) if isinstance(residency, str) else residency,
-        policy=preset(policy) if isinstance(policy, str) else policy,
+        policy=policy,
         calibration=calibration,
         advance=advance,
         **settings,

@@ -6,12 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from edgemoe.calibration import load_calibration
 from edgemoe.cli import main
 from edgemoe.demo import demo_file
+from edgemoe.errors import UserError
+from edgemoe.generation import load
+from edgemoe.generation.parallel import load_streams
 from edgemoe.model.synthetic import write_synthetic
 from edgemoe.policy.policy_file import load_policy_file
 
@@ -115,6 +120,19 @@ def test_another_models_file_is_refused_in_one_line(folder: Path, tuned: dict, c
     done = edgemoe(folder, *command, "--policy", "a.json", code=2)
     assert "a.json: tuned for" in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
     assert tuned and not list(folder.glob("no*"))
+
+
+def test_python_takes_the_file_with_its_calibration(folder: Path, tuned: dict) -> None:
+    tuned_file = str(folder / "a.json")
+    known = load_calibration(folder / "a.calib").digest
+    with load(folder / "moe.gguf", residency="8", policy=tuned_file, n_threads=1) as writer:
+        assert writer.calibration is not None and writer.calibration.digest == known
+        assert asdict(writer.engine.policy) == tuned["policy"]
+    with load_streams(folder / "moe.gguf", 2, residency="8", policy=tuned_file, n_threads=1, n_ctx=64):
+        pass
+    for loading in (load, lambda path, **how: load_streams(path, 2, **how)):
+        with pytest.raises(UserError, match=r"a\.json: tuned for"):
+            loading(folder / "other.gguf", residency="8", policy=tuned_file)
 
 
 def test_files_of_different_calibrations_do_not_share_a_run(folder: Path, tuned: dict) -> None:
