@@ -17,7 +17,7 @@ import torch
 
 from edgemoe.errors import UserError
 from edgemoe.generation.options import Options
-from edgemoe.gpu_offload.executor import Counters, Snapshot, kept_in_place
+from edgemoe.gpu_offload.executor import Counters, Snapshot, kept_in_place, memory_full
 from edgemoe.gpu_offload.kernels import draw
 from edgemoe.gpu_offload.kernels.device_policy import DevicePolicy
 from edgemoe.gpu_offload.kernels.sampling import NOT_FINITE, RUNNING, STATE, DeviceSampler, supported
@@ -73,7 +73,7 @@ class DeviceExecutor:
             )  # fmt: skip
             self._prompt = Prompt(weights, self._policy, self.slots, self._program, chunk)
         except torch.cuda.OutOfMemoryError as error:
-            raise UserError(f"the GPU's memory does not hold it ({error.args[0]}): give fewer slots") from None
+            raise memory_full(error) from None
         self._concurrent = concurrent
         self._graphs: dict[Any, Callable[[], None]] = {}
         self._samplers: dict[Any, DeviceSampler] = {}

@@ -4,12 +4,14 @@ The engine knows positions, chunks, snapshots and text; an executor knows a devi
 the logical cache (on the host, or as its own copy on the device), and decides every step by Algorithm 1.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from edgemoe.errors import UserError
 from edgemoe.generation.options import Options
 
 
@@ -88,6 +90,16 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free the device's memory; may be called again."""
+
+
+def memory_full(error: RuntimeError) -> UserError:
+    """What torch says in a paragraph when a GPU's memory is full, in one line."""
+    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    more = f": {asked[1]} more are needed" if asked else ""
+    return UserError(
+        f"the GPU's memory is full{more}: close other programs on it, or give fewer slots (--residency), a smaller "
+        "context (-c) or --chunk"
+    )
 
 
 def kept_in_place(slot_of: np.ndarray, held: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ import torch
 from edgemoe.errors import UserError
 from edgemoe.gpu_offload.arithmetic import rms_norm
 from edgemoe.gpu_offload.decisions import Decisions
-from edgemoe.gpu_offload.executor import Snapshot
+from edgemoe.gpu_offload.executor import Snapshot, memory_full
 from edgemoe.gpu_offload.host_driven_copies import Copies
 from edgemoe.gpu_offload.host_driven_layers import TokenLayers
 from edgemoe.gpu_offload.host_driven_link import CopyStream, Link, MemoryLink, SlowLink
@@ -66,7 +66,7 @@ class HostDrivenExecutor(HostExecutor):
             self._copies = Copies(self.slots, self._state.slot_of, self._link, in_flight, self.counters)
             self._prompt = HostPrompt(self._layers, decisions, self._link, self.counters)
         except torch.cuda.OutOfMemoryError as error:
-            raise UserError(f"the GPU's memory does not hold it ({error.args[0]}): give fewer slots") from None
+            raise memory_full(error) from None
         self.reset()
 
     @torch.inference_mode()

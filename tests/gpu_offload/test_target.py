@@ -20,6 +20,7 @@ from edgemoe.errors import UserError  # noqa: E402
 from edgemoe.gpu_offload import arena, target  # noqa: E402
 from edgemoe.gpu_offload import engine as engine_module  # noqa: E402
 from edgemoe.gpu_offload.arena import Arena  # noqa: E402
+from edgemoe.gpu_offload.executor import memory_full  # noqa: E402
 from edgemoe.gpu_offload.memory import Room  # noqa: E402
 from edgemoe.gpu_offload.shape import read_shape  # noqa: E402
 from edgemoe.gpu_offload.target import Target, find_target  # noqa: E402
@@ -147,6 +148,12 @@ def test_memory_that_is_refused_is_one_line_and_let_go(two_gpus: pytest.MonkeyPa
     assert "GPU 0 (NVIDIA GeForce RTX 4090): its memory is full (1.00 GB of 24.0 GB are free now)" in str(caught.value)
     assert "--residency" in str(caught.value) and "\n" not in str(caught.value)
     assert held[0]() is None and emptied
+
+
+def test_torch_s_paragraph_is_a_line() -> None:
+    words = "CUDA out of memory. Tried to allocate 34.00 MiB. GPU 0 has a total capacity of 139 GiB of which 2 are free."
+    assert "memory is full: 34.00 MiB more are needed: close" in str(memory_full(torch.cuda.OutOfMemoryError(words)))
+    assert "memory is full: close" in str(memory_full(RuntimeError("CUDA error: out of memory")))
 
 
 def test_what_is_no_refusal_goes_through(two_gpus: pytest.MonkeyPatch) -> None:
