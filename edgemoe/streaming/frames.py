@@ -6,9 +6,10 @@ whole pages of a slice are a *frame*: they come, once, from an arena of huge pag
 from then on mremap(2) moves them to where they are read next. What they hold when they arrive is another expert's: the
 store calls an expert present only when all of it has been read.
 
-A slice's frame is as many whole pages as every slice of its tensor has; frames of one size are of one class and stand
-in for each other. What is left at a slice's ends is ordinary memory. Where the kernel cannot move pages (before 5.7, or
-too many mappings), all of it is.
+A slice's frame is as many whole pages as every slice of its tensor has, or a few less: tensors of one shape begin
+anywhere in a page, and one has a whole page more than the other. Frames of one size are of one class and stand in for
+each other; layers that could not would have to clear memory in turns. What is left at a slice's ends is ordinary memory.
+Where the kernel cannot move pages (before 5.7, or too many mappings), all of it is.
 """
 
 import ctypes
@@ -203,8 +204,8 @@ class Frames:
         begin = -(-first // page) * page
         whole = np.where(lengths[:, None, :] > 0, (first + lengths[:, None, :]) // page - begin // page, 0)
         pages = whole.min(axis=1)  # [L, J]
-        sizes = np.unique(pages[pages >= LEAST_PAGES])
-        kind = np.where(pages >= LEAST_PAGES, np.searchsorted(sizes, pages), -1)
+        sizes = _classes(pages[pages >= LEAST_PAGES])
+        kind = np.where(pages >= LEAST_PAGES, np.searchsorted(sizes, pages, "right") - 1, -1)
         self._sizes = (sizes * page).astype(np.int64)
         self._heads = np.full(max(len(sizes), 1), -1, np.int64)
         self._tables = np.zeros((5, first.size), np.int64)
@@ -241,6 +242,15 @@ class Frames:
     def close(self) -> None:
         if self._arena:
             self._arena.close()
+
+
+def _classes(pages: np.ndarray) -> np.ndarray:
+    """The sizes of frames for slices of so many pages, ascending: sizes that differ little are one, the smallest."""
+    sizes: list[int] = []
+    for size in np.unique(pages).tolist():
+        if not sizes or size - sizes[-1] > max(1, sizes[-1] // 64):
+            sizes.append(size)
+    return np.array(sizes, np.int64)
 
 
 def _most_mappings() -> int:

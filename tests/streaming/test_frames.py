@@ -101,6 +101,27 @@ def test_free_frames_of_one_size_make_room_for_another():
         memory_of.close()
 
 
+def test_tensors_of_one_shape_share_frames_wherever_they_begin():
+    """One begins at a page and has a whole page more per slice than the other: they must not take turns clearing."""
+    page, n_experts = mmap.PAGESIZE, 8
+    lengths = np.array([[20 * page], [20 * page]])
+    memory_of = Reserve(n_experts * 41 * page)
+    starts = np.array([[memory_of.address], [memory_of.address + n_experts * 20 * page + 32]])
+    pool = Frames(starts, lengths, n_experts)
+    try:
+        pool.allow(8 * 19 * page)
+        for row in (0, 1, 0, 1):
+            for slice_ in range(8 * row, 8 * row + 8):
+                frames.hold(pool.control, slice_)
+            assert pool.held == 8 * 19 * page
+            for slice_ in range(8 * row, 8 * row + 8):
+                frames.leave(pool.control, slice_)
+        assert pool.moves == 4 * 8 and pool.control[frames.CURSOR] == 8 * 19 * page
+    finally:
+        pool.close()
+        memory_of.close()
+
+
 def test_a_recorded_run_can_be_read_again_bare(model, tmp_path):
     store = ExpertStore(model, readers=2)
     try:
