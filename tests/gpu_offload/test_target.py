@@ -151,7 +151,9 @@ def test_memory_that_is_refused_is_one_line_and_let_go(two_gpus: pytest.MonkeyPa
 
 
 def test_torch_s_paragraph_is_a_line() -> None:
-    words = "CUDA out of memory. Tried to allocate 34.00 MiB. GPU 0 has a total capacity of 139 GiB of which 2 are free."
+    words = (
+        "CUDA out of memory. Tried to allocate 34.00 MiB. GPU 0 has a total capacity of 139 GiB of which 2 are free."
+    )
     assert "memory is full: 34.00 MiB more are needed: close" in str(memory_full(torch.cuda.OutOfMemoryError(words)))
     assert "memory is full: close" in str(memory_full(RuntimeError("CUDA error: out of memory")))
 
