@@ -179,4 +179,5 @@ def _torch(
     slots, batch = residency.slots(find_routers(loaded)[0].n_experts), setup.batch or 1
     words: Any = open_vocabulary(model)
     with harness_answers(loaded, words, policy, slots, known, n_ctx, batch) as answers:
-        yield answers, {**numerics(loaded), "batch": batch, "slots": slots, "policy": asdict(policy)}
+        whole = {"chunk": n_ctx}  # prompts are read in one pass, however long
+        yield answers, {**numerics(loaded), **whole, "batch": batch, "slots": slots, "policy": asdict(policy)}

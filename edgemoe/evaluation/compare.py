@@ -7,7 +7,7 @@ as an interval without a test, and no conclusion of equality from a difference t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,8 @@ from edgemoe.errors import UserError
 from edgemoe.evaluation.results import Item, Results
 from edgemoe.stats import Difference, MeanOverTasks
 
+OF_THE_POLICY = {"policy", "slots", "calibration"}
+"""The fields of a config that runs are expected to differ in."""
 Verdict = Literal["significant", "nominal", "unresolved"]
 Test = Literal["t", "mcnemar", "sign-flip"]
 
@@ -294,12 +296,21 @@ def _notes(ours: tuple[str, Results], others: Sequence[tuple[str, Results]]) -> 
     for name, results in others:
         if results.header.config_hash == ours[1].header.config_hash:
             notes.append(f"{name} and {ours[0]} have the same configuration ({results.header.config_hash})")
+        if more := _differing(results.header.config, ours[1].header.config):
+            notes.append(f"{name} and {ours[0]} differ in more than the policy: {more}")
         if results.header.seeds != ours[1].header.seeds:
             notes.append(f"{name} and {ours[0]} were run with different seeds")
         if results.header.edgemoe != ours[1].header.edgemoe:
             versions = f"{results.header.edgemoe}, {ours[0]} of {ours[1].header.edgemoe}"
             notes.append(f"{name} is of edgemoe {versions}")
     return tuple(notes)
+
+
+def _differing(config: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """What else could explain a difference: `engine (torch, llama.cpp), threads (1, 2)`."""
+    names = sorted({**config, **other}.keys() - OF_THE_POLICY)
+    pairs = {name: (config.get(name, "absent"), other.get(name, "absent")) for name in names}
+    return ", ".join(f"{name} ({str(a)[:40]}, {str(b)[:40]})" for name, (a, b) in pairs.items() if a != b)
 
 
 def _is_binary(task: str, metric: str, runs: Sequence[Results]) -> bool:

@@ -146,9 +146,16 @@ def test_a_run_against_itself_resolves_nothing_and_says_so() -> None:
 
 
 def test_other_seeds_and_versions_are_noted() -> None:
-    other = run("b", {"arc": OTHER}, seeds={"generation": 9}, edgemoe="0.0.1", config={"policy": {"lam": 1}})
+    config = {"policy": {"lam": 1}, "slots": 8, "chunk": 1}
+    other = run("b", {"arc": OTHER}, seeds={"generation": 9}, edgemoe="0.0.1", config=config)
     notes = compare([run("a", {"arc": BASE}), other]).notes
     assert len(notes) == 2 and "different seeds" in notes[0] and "edgemoe 0.0.1" in notes[1]
+
+
+def test_what_differs_besides_the_policy_is_noted() -> None:
+    config = {"policy": {"lam": 1}, "engine": "torch", "slots": 16, "chunk": 128}
+    (note,) = compare([run("a", {"arc": BASE}), run("b", {"arc": OTHER}, config=config)]).notes
+    assert note == "b and a differ in more than the policy: chunk (128, 1), engine (torch, absent)"
 
 
 def regrouped(name: str) -> tuple[str, Results]:
