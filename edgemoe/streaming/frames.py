@@ -8,8 +8,8 @@ store calls an expert present only when all of it has been read.
 
 A slice's frame is as many whole pages as every slice of its tensor has, or a few less: tensors of one shape begin
 anywhere in a page, and one has a whole page more than the other. Frames of one size are of one class and stand in for
-each other; layers that could not would have to clear memory in turns. What is left at a slice's ends is ordinary memory.
-Where the kernel cannot move pages (before 5.7, or too many mappings), all of it is.
+each other; layers that could not would have to clear memory in turns. What is left at a slice's ends is ordinary
+memory. Where the kernel cannot move pages (before 5.7, or too many mappings), all of it is.
 """
 
 import ctypes

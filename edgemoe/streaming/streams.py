@@ -19,6 +19,8 @@ from edgemoe.streaming import words as w
 from edgemoe.streaming.stream import Stream
 from edgemoe.streaming.tier import Tier
 
+_UNION = [w.DISTINCT, w.TURNS]
+
 
 class Streams(Tier):
     """The tier with room for `places` sequences of `n_ctx` tokens each; `settings` are those of `Tier`.
@@ -31,6 +33,7 @@ class Streams(Tier):
     def __init__(self, path: str | Path, places: int, **settings: Any) -> None:
         super().__init__(path, streams=places, **settings)
         self._decider.live[:] = False
+        self._union = np.zeros(len(_UNION), np.int64)
 
     @property
     def places(self) -> int:
@@ -75,7 +78,9 @@ class Streams(Tier):
                 raise UserError(f"{self.model.path}: its memory cannot take one token back: let the stream join again")
             if stream.position >= self.n_ctx:
                 raise UserError(f"the context of {self.n_ctx:,} tokens is full: let the stream leave")
+        before = self._decider.ctl[_UNION]
         self._advance([(stream, np.array([token], np.int32)) for stream, token in tokens.items()])
+        self._union += self._decider.ctl[_UNION] - before
         assert self._session is not None
         for row, stream in enumerate(tokens):
             stream.accept(self._session.row_logits(row))
@@ -90,4 +95,4 @@ class Streams(Tier):
     def union(self) -> tuple[int, int]:
         """Running totals over the layers of all steps: distinct experts executed, and layers. Their ratio is the mean
         number of experts that a layer executes for all streams together."""
-        return int(self._decider.ctl[w.DISTINCT]), int(self._decider.ctl[w.TURNS])
+        return int(self._union[0]), int(self._union[1])

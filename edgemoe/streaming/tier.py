@@ -272,8 +272,8 @@ class Tier(Speaker):
 
     def _advance(self, feeds: Sequence[tuple[Stream, np.ndarray]]) -> None:
         """Decode some tokens of each of these streams, one after the other in one batch: all of it, or nothing of it
-        happened (but for bytes that were read)."""
-        start = time.perf_counter()
+        happened, and nothing is counted (but bytes that were read are there)."""
+        start, counted = time.perf_counter(), self._decider.ctl[w.COUNTERS]
         for stream, _ in feeds:
             stream.mark()
         try:
@@ -281,14 +281,14 @@ class Tier(Speaker):
         except BaseException:
             self._store.settle()
             self._decider.forget_asked()
+            self._decider.ctl[w.COUNTERS] = counted
             assert self._session is not None
             for stream, _ in feeds:
                 stream.undo()
                 if self._session.forget(stream.position, stream.number) < stream.position:
                     stream.start()  # recurrent layers keep no earlier state: all of it is gone
             raise
-        finally:
-            self._seconds += time.perf_counter() - start
+        self._seconds += time.perf_counter() - start
         at = 0
         for stream, tokens in feeds:
             rows = slice(at, at + len(tokens))

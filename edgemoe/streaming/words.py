@@ -15,6 +15,7 @@
 (STREAMS, ROW_STREAM, LIVE, KEEP, LIMIT, USED, HELD) = range(32, 39)
 # whether each stream has one row in this decode, which decode it is, and totals of such: distinct experts, layers
 (SINGLE, CLOCK, DISTINCT, TURNS) = range(39, 43)
+COUNTERS = [*range(LOADS, POLICY_NS + 1), DISTINCT, TURNS]
 MOST = 43  # experts that a token executes in a layer, at most: the width of ROUTING_OUT
 CTL_WORDS = 48
 

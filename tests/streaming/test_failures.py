@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,9 +62,11 @@ def test_an_interrupt_takes_the_token_back(policy):
     with StreamingEngine(demo_model(), readers=1, **options) as engine:
         tokens = engine.tokenize(TEXT)[:60]
         engine.prefill(tokens[:20])
+        before = replace(engine.stats(), ram_bytes=0)
         with interrupt_while_reading(engine._store, begun=3), pytest.raises(KeyboardInterrupt):
             engine.prefill(tokens[20:])
         assert engine.position == 20
+        assert replace(engine.stats(), ram_bytes=0) == before, "what did not happen is not counted, nor its time"
         found = engine.prefill(tokens[20:])
     with StreamingEngine(demo_model(), **options) as engine:
         engine.prefill(tokens[:20])
