@@ -157,9 +157,12 @@ def _share(text: str) -> float:
     from edgemoe.errors import UserError
 
     try:
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         raise UserError(f"--max-ppl {text}: expected a share of the exact perplexity, like 5%") from None
+    if share >= 1 and not text.endswith("%"):
+        raise UserError(f"--max-ppl {text}: that is {100 * share:g}% of the exact perplexity: write {text}%, or 0.05")
+    return share
 
 
 def _print_json(found: Tuned, limits: Limits, out: Path, plot: Path | None) -> None:

@@ -140,6 +140,9 @@ def test_files_of_different_calibrations_do_not_share_a_run(folder: Path, tuned:
     text = ("-f", "code.txt", "-o", "no.json")
     done = edgemoe(folder, "eval", "divergence", "moe.gguf", *text, "--policy", "a.json,b.json", code=2)
     assert "a.json and b.json were tuned with different calibrations" in done.stderr and done.stderr.count("\n") == 1
+    (folder / "psr.json").write_bytes((folder / "a.json").read_bytes())
+    done = edgemoe(folder, "eval", "divergence", "moe.gguf", *text, "--policy", "psr.json,psr", code=2)
+    assert "two of them are called psr" in done.stderr and done.stderr.count("\n") == 1
     assert tuned and not list(folder.glob("no*"))
 
 
@@ -179,6 +182,8 @@ def test_an_interrupt_keeps_what_is_measured(folder: Path, tmp_path: Path, stop:
         (("--max-kl", "nan"), "--max-kl nan: expected nats from 0"),
         (("--max-kl", "-1"), "--max-kl -1: expected nats from 0"),
         (("--max-ppl", "few"), "--max-ppl few: expected a share"),
+        (("--max-ppl", "5"), "--max-ppl 5: that is 500% of the exact perplexity: write 5%"),
+        (("--max-ppl", "nan%"), "--max-ppl nan: expected a share"),
         (("--lambda", "much"), "--lambda much: expected numbers"),
         (("--lambda", ","), "--lambda ',': expected values"),
         (("--lambda", "-0.5"), "lambda -0.5 is out of range"),
