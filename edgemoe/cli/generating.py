@@ -40,12 +40,13 @@ def loaded(model: Path, quiet: bool, streaming: dict[str, Any], records: Records
     """A writer on the model, loaded under a progress bar, watched by the trace of `records`, closed at the end."""
     from edgemoe.cli.output import errors, say_notes
     from edgemoe.generation import load
-    from edgemoe.generation.loading import load_steps
+    from edgemoe.generation.loading import check_fit, load_steps
     from edgemoe.progress import progress
 
     device = streaming.get("device")
     total, nbytes = load_steps(model, streamed=bool(streaming), device=device)
     if streaming and device is None:
+        check_fit(model, **streaming, **settings)
         make_ready(quiet)
     megabytes = max(1, round(nbytes / 1e6))
     with progress(f"loading {model.name}", megabytes, "MB", quiet=quiet) as advance, _compiling() as compiling:

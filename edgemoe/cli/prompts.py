@@ -102,10 +102,11 @@ def _with_count(options: Options, n: int | None) -> Options:
 
 def _loaded(model: Path, places: int, streaming: dict[str, Any], holding: dict[str, Any], quiet: bool) -> Streams:
     from edgemoe.cli.generating import make_ready
-    from edgemoe.generation.loading import load_steps
+    from edgemoe.generation.loading import check_fit, load_steps
     from edgemoe.generation.parallel import load_streams
     from edgemoe.progress import progress
 
+    check_fit(model, streams=places, **streaming, **holding)
     make_ready(quiet)
     total, _ = load_steps(model, streamed=True)
     done = 0

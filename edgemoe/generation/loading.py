@@ -13,6 +13,23 @@ if TYPE_CHECKING:
     from edgemoe.policy import Policy
 
 
+def check_fit(path: str | Path, **settings: Any) -> None:
+    """Raise the `UserError` of a streaming `load` with these settings (or `load_streams`, with `streams`) that does not
+    fit, before anything is compiled or loaded."""
+    from inspect import signature
+
+    from edgemoe.generation.tuned import named
+    from edgemoe.streaming.fitting import fit
+
+    policy, calibration = named(settings.get("policy"), settings.get("calibration"), path)
+    known = {name: value for name, value in settings.items() if name in signature(fit).parameters}
+    if isinstance(known.get("ram"), str):
+        known["ram"] = parse_bytes(known["ram"])
+    if isinstance(known.get("residency"), str):
+        known["residency"] = Residency.parse(known["residency"])
+    fit(path, **{**known, "policy": policy, "calibrated": calibration is not None})
+
+
 def load(
     path: str | Path,
     *,

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgemoe.streaming.tier import DEFAULT_CHUNK, OBSERVED, Tier
+from edgemoe.streaming.fitting import DEFAULT_CHUNK
+from edgemoe.streaming.tier import OBSERVED, Tier
 
 __all__ = ["DEFAULT_CHUNK", "OBSERVED", "StreamingEngine"]
 

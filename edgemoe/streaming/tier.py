@@ -5,7 +5,6 @@
 
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Sequence
 from functools import cached_property
@@ -21,18 +20,18 @@ from edgemoe.llamacpp.graph import Router, Stop, find_routers, find_stops
 from edgemoe.llamacpp.header import header_fingerprint
 from edgemoe.llamacpp.layout import Tensor as GraphTensor
 from edgemoe.llamacpp.reserve import SkeletonSession
-from edgemoe.llamacpp.resident import DEFAULT_CTX, KV_TYPES
-from edgemoe.llamacpp.session import MAX_SEQUENCES, check_gpu, default_threads
+from edgemoe.llamacpp.resident import KV_TYPES
+from edgemoe.llamacpp.session import default_threads
 from edgemoe.llamacpp.vocabulary import Speaker, Vocabulary
-from edgemoe.model import Model, read_model
 from edgemoe.policy import LogicalCache, Policy
 from edgemoe.progress import Advance, no_progress
 from edgemoe.streaming import words as w
-from edgemoe.streaming.budget import RUNTIME_BYTES, Budget, budget_of_streams
+from edgemoe.streaming.budget import RUNTIME_BYTES
 from edgemoe.streaming.decider import ELSE, Decider
+from edgemoe.streaming.fitting import DEFAULT_CHUNK, fit
 from edgemoe.streaming.memory import check_address_space, held_bytes
-from edgemoe.streaming.pins import Pins, bring, digest, pinned_bytes, pins_of
-from edgemoe.streaming.skeleton import Skeleton, is_streamed
+from edgemoe.streaming.pins import bring, digest
+from edgemoe.streaming.skeleton import Skeleton
 from edgemoe.streaming.store import ExpertStore, readers_for
 from edgemoe.streaming.stream import Stream
 from edgemoe.units import Residency
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from edgemoe.calibration import Calibration
     from edgemoe.wall.plan import Plan
 
-DEFAULT_CHUNK = 128
 _MARGIN = 128 << 20  # address space for stacks, allocators, and what llama.cpp takes for a while
 _T = TypeVar("_T", bound="Tier")
 OBSERVED = ("executed", "scores", "pregate")  # what an observer is told of each token
@@ -91,22 +89,23 @@ class Tier(Speaker):
         streams: int = 1,
         advance: Advance = no_progress,
     ) -> None:
-        if sys.platform != "linux":
-            raise UserError("streaming needs Linux: keep the model in RAM here")
-        if kv_type not in KV_TYPES:
-            raise UserError(f"KV type {kv_type!r} is not one of {', '.join(KV_TYPES)}")
-        check_gpu(n_gpu_layers)
-        if not 1 <= chunk <= 512:
-            raise UserError(f"a chunk of {chunk} tokens: expected 1 to 512")
-        if not 1 <= streams <= MAX_SEQUENCES:
-            raise UserError(f"{streams} streams: expected 1 to {MAX_SEQUENCES}")
-        self.model = model = _streamable(read_model(path))
-        geometry = model.geometry
-        n_ctx = n_ctx or min(DEFAULT_CTX, geometry.n_ctx or DEFAULT_CTX)
-        self.chunk = chunk = min(chunk, n_ctx)
+        fitted = fit(
+            path,
+            policy=policy,
+            calibrated=calibration is not None,
+            plan=plan,
+            ram=ram,
+            residency=residency,
+            n_ctx=n_ctx,
+            chunk=chunk,
+            kv_type=kv_type,
+            n_gpu_layers=n_gpu_layers,
+            streams=streams,
+        )
+        self.model = model = fitted.model
+        self.policy, self.chunk, self.pins, self.budget = fitted.policy, fitted.chunk, fitted.pins, fitted.budget
         self.n_threads = n_threads or default_threads()
         self._calibration, self._kv_type = calibration, kv_type
-        self.policy = policy = (policy or Policy()).completed(calibration is not None)
         self._record, self._observer, self._n_gpu_layers = record, observer, n_gpu_layers
         self._tokens, self._seconds = 0, 0.0
         self._streams: list[Stream] = []
@@ -114,27 +113,10 @@ class Tier(Speaker):
         readers = readers_for(model) if readers is None else readers
         self._store = ExpertStore(model, readers=readers, verify=verify_reads, delay=read_delay)
         try:
-            sizes = [self._store.bytes_of(row) for row in range(geometry.n_moe_layers)]
-            self.pins: Pins = pins_of(plan, model) if plan is not None else ((),) * geometry.n_moe_layers
-            pinned = pinned_bytes(self.pins, sizes)
-            slots = residency.slots(geometry.n_experts, sum(sizes)) if residency else None
-            self.budget: Budget = budget_of_streams(
-                model,
-                policy,
-                streams,
-                n_ctx=n_ctx,
-                kv_type=kv_type,
-                expert_bytes=sizes,
-                chunk=chunk,
-                ram=ram,
-                slots=slots,
-                pinned=pinned,
-            )
-            policy.check(geometry.n_experts, geometry.top_k, self.budget.slots)
-            self._store.allow(pinned + self.budget.slots * self.budget.slot_bytes + self.budget.scratch)
+            self._store.allow(fitted.pinned + self.budget.slots * self.budget.slot_bytes + self.budget.scratch)
             beside = self.budget.fixed - RUNTIME_BYTES + _MARGIN
             check_address_space(beside + self._store.address_space, model.path)  # experts have it twice while loading
-            self._load(n_ctx, kv_type, streams, advance)
+            self._load(fitted.n_ctx, kv_type, streams, advance)
         except BaseException:
             self.close()
             raise
@@ -352,20 +334,3 @@ class Tier(Speaker):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _streamable(model: Model) -> Model:
-    """The model, or a `UserError` for one whose experts cannot be streamed, with what works instead."""
-    geometry = model.geometry
-    if model.format != "GGUF":
-        raise UserError(f"{model.path}: streaming needs a GGUF file, this is {model.format}: convert it")
-    if not geometry.is_moe:
-        raise UserError(f"{model.path}: a dense model, without experts to stream: run it without --ram")
-    for layer in geometry.moe_layers:
-        found = [t for t in model.expert_tensors(layer) if is_streamed(t)]
-        if not found or any(t.nbytes % geometry.n_experts or t.shape[0] != geometry.n_experts for t in found):
-            raise UserError(
-                f"{model.path}: the experts of layer {layer} are not stacked in tensors of {geometry.n_experts}: "
-                "convert the model again, or run it without --ram"
-            )
-    return model

@@ -172,6 +172,28 @@ def test_a_mistake_is_one_line(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ram", "1MB"], "too little"),
+        (["--ram", "350MB", "-c", "1024", "--parallel", "40"], "for 40 streams"),
+        (["--residency", "8", "--policy", "psr", "--window", "9"], "needs as many slots"),
+        (["--residency", "50%", "--kv-type", "q3"], "KV type 'q3'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_compiled(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, handlers: None
+) -> None:
+    def compiling(quiet: bool) -> None:
+        raise AssertionError("compiled for nothing")
+
+    monkeypatch.setattr("edgemoe.cli.generating.make_ready", compiling)
+    with pytest.raises(UserError, match=said):
+        commands.run(["run", DEMO, "--threads", "1", "-p", "a", *arguments])
+    with pytest.raises(AssertionError, match="for nothing"):
+        commands.run(["run", DEMO, "--threads", "1", "-p", "a", "--ram", "900MB"])
+
+
 @pytest.mark.parametrize("name", ["missing.gguf", "junk.gguf", "folder"])
 def test_what_is_no_model_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "junk.gguf").write_bytes(bytes(range(256)))
