@@ -21,10 +21,16 @@ from edgemoe.gpu_offload.slots import NOTHING, Slots
 from edgemoe.gpu_offload.staging import Staged, Staging
 from edgemoe.gpu_offload.weights import Weights
 
+# Newer versions of torch can give sums as they are; older ones round them to the weights' type.
+_KEEPS_SUMS = any("out_dtype" in str(schema) for schema in torch._C._jit_get_schemas_for_operator("aten::mm"))
+
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, in] · weight [out, in], transposed → [T, out] float32; inputs are rounded to the weights' type."""
-    return F.linear(x.to(weight.dtype), weight).float()
+    x = x.to(weight.dtype)
+    if _KEEPS_SUMS and weight.is_cuda and weight.dtype != torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x, weight).float()
 
 
 class Prompt:
