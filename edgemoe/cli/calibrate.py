@@ -37,6 +37,7 @@ def calibrate(
         Path, typer.Option("-o", "--out", metavar="OUT", help="The calibration file to write, like model.calib.")
     ],
     windows: given.Windows,
+    loading: given.Loading,
     overwrite: given.Overwrite = False,
     as_json: given.AsJson = False,
 ) -> None:
@@ -44,7 +45,8 @@ def calibrate(
     The presets are then simulated on that text, so that a run can set its hit rate beside a predicted one.
 
     The file fits the model file that it was made with, and is refused for another. While it runs, the router's scores
-    are spooled beside OUT: at most 16 bytes per token, MoE layer and expert.
+    are spooled beside OUT: at most 16 bytes per token, MoE layer and expert. Of a folder nothing is simulated or
+    spooled.
 
     Exit code 130 if Ctrl-C or SIGTERM ended it: then nothing is written.
     """
@@ -60,15 +62,29 @@ def calibrate(
         n_threads=windows.threads,
     )
     interrupt_on_sigterm()
+    sources = [Source.parse(text) for text in files]
     try:
-        found = calibrate(
-            model,
-            [Source.parse(text) for text in files],
-            out,
-            settings,
-            overwrite=overwrite,
-            watch=lambda what, total, unit: progress(what, total, unit, quiet=as_json),
-        )
+        if folder := loading.folder(model):
+            from edgemoe.gpu_offload.harness.folder import calibrate_folder
+
+            found = calibrate_folder(
+                folder,
+                sources,
+                out,
+                settings,
+                watch=lambda total: progress("calibrating", total, quiet=as_json),
+                overwrite=overwrite,
+                **vars(loading),
+            )
+        else:
+            found = calibrate(
+                model,
+                sources,
+                out,
+                settings,
+                overwrite=overwrite,
+                watch=lambda what, total, unit: progress(what, total, unit, quiet=as_json),
+            )
     except KeyboardInterrupt:
         kept = f"{out} is as it was" if out.exists() else "nothing was written"
         print(f"edgemoe: interrupted: {kept}", file=sys.stderr)  # noqa: T201

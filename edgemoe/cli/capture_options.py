@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from edgemoe.model import Model
+
 MoePath = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="A Mixture-of-Experts GGUF file; any shard of a split one.")
+    Path,
+    typer.Argument(
+        metavar="MODEL",
+        help="A Mixture-of-Experts GGUF file (any shard of a split one), for llama.cpp, or a Hugging Face folder, for"
+        " transformers.",
+    ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing OUT, once the new one is whole.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -25,6 +33,44 @@ GpuLayers = Annotated[
 Threads = Annotated[
     int | None, typer.Option("--threads", metavar="N", min=1, help="CPU threads. Default: the physical cores.")
 ]
+
+
+DType = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="NAME", help="Of a folder's weights: bfloat16 (the default) or float32."),
+]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", metavar="NAME", help="Where a folder runs: cpu (the default), cuda, cuda:1, ... or auto."),
+]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How a Hugging Face folder is loaded."""
+
+    dtype: DType = None
+    device: Device = None
+
+    def folder(self, path: Path) -> Model | None:
+        """The model of a folder; None for a file, which has no use for these options.
+
+        Raises `UserError` for options that mean nothing, and where transformers is not installed.
+        """
+        from importlib.util import find_spec
+
+        from edgemoe.errors import UserError
+        from edgemoe.model import read_model
+
+        if not path.is_dir():
+            for name, value in vars(self).items():
+                if value is not None:
+                    raise UserError(f"--{name} is about a Hugging Face folder, {path} is none: leave it out")
+            return None
+        for needed in ("torch", "transformers"):
+            if find_spec(needed) is None:
+                raise UserError(f"{path}: a folder needs {needed}: pip install edgemoe[eval], or give a GGUF file")
+        return read_model(path)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ from edgemoe.cli.option_groups import spread
 from edgemoe.cli.stopping import interrupt_on_sigterm
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from edgemoe.progress import Advance
     from edgemoe.tracing.capture import Report, Settings
 
 INTERRUPTED = 130
@@ -32,6 +35,7 @@ def trace(
     ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The trace file to write, like code.npz.")],
     windows: given.Windows,
+    loading: given.Loading,
     decode: Annotated[
         bool, typer.Option("--decode", help="One token at a time, as generation routes; slower than in batches.")
     ] = False,
@@ -54,7 +58,8 @@ def trace(
     overwrite: given.Overwrite = False,
     as_json: given.AsJson = False,
 ) -> None:
-    """Record which experts fire: run texts through a model on llama.cpp and write a trace file.
+    """Record which experts fire: run texts through a model on llama.cpp, or a folder under transformers, and write a
+    trace file.
 
     Exit code 0 for a whole, sound trace; 1 if the trace fails its self-check; 130 if Ctrl-C or SIGTERM ended it
     early. What was captured is kept in all three cases, and the file says which it is.
@@ -75,14 +80,17 @@ def trace(
         n_threads=windows.threads,
     )
     interrupt_on_sigterm()
-    report = capture(
-        model,
-        [Source.parse(text) for text in files],
-        out,
-        settings,
-        overwrite=overwrite,
-        watch=lambda total: progress("tracing", total, quiet=as_json),
-    )
+    sources = [Source.parse(text) for text in files]
+
+    def watch(total: int) -> AbstractContextManager[Advance]:
+        return progress("tracing", total, quiet=as_json)
+
+    if folder := loading.folder(model):
+        from edgemoe.gpu_offload.harness.folder import trace_folder
+
+        report = trace_folder(folder, sources, out, settings, watch=watch, overwrite=overwrite, **vars(loading))
+    else:
+        report = capture(model, sources, out, settings, overwrite=overwrite, watch=watch)
     if as_json:
         _print_json(report)
     else:

@@ -11,7 +11,7 @@ both files are written: the same command after an interrupt, or with other limit
 import hashlib
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from edgemoe.gpu_offload.vocabulary import open_vocabulary
 from edgemoe.model import Model, read_model
 from edgemoe.policy import Policy
 from edgemoe.policy.policy_file import PolicyFile
+from edgemoe.progress import Advance
 from edgemoe.tracing.texts import Source, read_sources
 from edgemoe.units import Residency
 
@@ -205,25 +206,20 @@ def _calibrated(
 
 def _calibrate(model: Model, parts: Sequence[Source], out: Path, length: int, runs: Runs, watch: Watch) -> None:
     """With llama.cpp for a GGUF file, under transformers for a folder."""
+    from edgemoe.tracing.capture import Settings
+
+    settings = Settings(n_ctx=length, n_threads=runs.threads)
     if model.format == "GGUF":
         from edgemoe.tracing.calibrate import calibrate
-        from edgemoe.tracing.capture import Settings
 
-        calibrate(model.path, parts, out, Settings(n_ctx=length, n_threads=runs.threads), watch=watch)
+        calibrate(model.path, parts, out, settings, watch=watch)
         return
-    from edgemoe.gpu_offload.harness.calibrate import calibrate_model
-    from edgemoe.gpu_offload.harness.loading import load
-    from edgemoe.gpu_offload.harness.windows import text_windows as cut_text
+    from edgemoe.gpu_offload.harness.folder import calibrate_folder
 
-    loaded, tokenizer = load(model.path, dtype=runs.dtype or "bfloat16", device=runs.device or "cpu")
-    texts = [part.path.read_bytes() for part in parts]
-    windows = [window for text in texts for window in cut_text(tokenizer, text.decode(), length)]
-    described = [
-        {"domain": part.domain, "file": part.path.name, "sha256": hashlib.sha256(text).hexdigest()}
-        for part, text in zip(parts, texts, strict=True)
-    ]
-    with watch("calibrating", sum(map(len, windows)), "tokens") as advance:
-        calibrate_model(loaded, windows, texts=described, advance=advance).save(out)
+    def tokens(total: int) -> AbstractContextManager[Advance]:
+        return watch("calibrating", total, "tokens")
+
+    calibrate_folder(model, parts, out, settings, watch=tokens, dtype=runs.dtype, device=runs.device)
 
 
 class _Measuring:
