@@ -143,5 +143,5 @@ def _changed(old: Any, new: Any, place: str = "") -> str:
 
 
 def _shown(value: Any) -> str:
-    text = "absent" if value is None else str(value)
+    text = "absent" if value is None or value == "" else str(value)
     return text if len(text) <= 24 else f"{text[:21]}..."
