@@ -20,7 +20,7 @@ from edgemoe.bench.needs import check_memory
 from edgemoe.data import DOMAINS
 from edgemoe.demo import demo_file, demo_model
 from edgemoe.errors import UserError
-from edgemoe.llamacpp.session import default_threads
+from edgemoe.llamacpp.session import MAX_SEQUENCES, default_threads
 from edgemoe.machine.disk import disk_of
 from edgemoe.machine.memory import ram
 from edgemoe.machine.page_cache import read_ahead
@@ -97,6 +97,8 @@ def bench_ssd(settings: Settings, watch: Watch) -> Report:
     An interrupt leaves nothing behind: no model (unless kept), no process, no control group. Raises `UserError` for a
     directory, size, budget or trace that does not do.
     """
+    if max(settings.streams) > MAX_SEQUENCES:
+        raise UserError(f"{max(settings.streams)} streams: expected at most {MAX_SEQUENCES}, as llama.cpp has them")
     given = load_trace(settings.trace) if settings.trace else None
     router = given or read_model(demo_model()).geometry
     shape = shape_of(settings.size, router.n_experts, router.top_k)

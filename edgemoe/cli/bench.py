@@ -87,7 +87,7 @@ def ssd(
         profile=load_profile(profile) if profile else None,
         keep=keep,
         quick=quick,
-        streams=tuple(parse_batches(streams)),
+        streams=tuple(parse_batches(streams, "--streams")),
         threads=threads or default_threads(),
         readers=readers,
     )

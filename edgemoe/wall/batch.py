@@ -126,9 +126,9 @@ def _is_rule(policy: str) -> bool:
     return policy in RULES
 
 
-def parse_batches(text: str) -> list[int]:
-    """Numbers of streams, separated by commas; a `UserError` for anything but whole numbers from 1."""
+def parse_batches(text: str, flag: str = "--batch") -> list[int]:
+    """Numbers of streams, separated by commas; a `UserError`, with the flag, for anything but whole numbers from 1."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) < 5 and 1 <= int(part) <= 4096 for part in parts):
-        raise UserError(f"--batch {shown(text)}: expected numbers of streams like 1,8,32")
+        raise UserError(f"{flag} {shown(text)}: expected numbers of streams like 1,8,32")
     return list(dict.fromkeys(int(part) for part in parts))

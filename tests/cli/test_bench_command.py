@@ -46,4 +46,6 @@ def test_what_it_refuses(refused, tmp_path):
     assert "recorded ×32" in few and "or fewer --streams" in few
     assert "so there is no disk to measure" in refused("--dir", "/dev/shm", "--trace", trace)
     assert "no such directory" in refused("--dir", tmp_path / "none")  # and the demo model is not traced before
+    assert "--streams 0: expected" in refused("--dir", tmp_path, "--trace", trace, "--streams", "0")
+    assert "at most 256" in refused("--dir", tmp_path, "--trace", trace, "--streams", "300")
     assert "missing.npz" in refused("--dir", tmp_path, "--trace", tmp_path / "missing.npz")
