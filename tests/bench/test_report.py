@@ -93,6 +93,20 @@ def test_reads_issued_early_are_judged_by_what_computing_hides() -> None:
     assert name not in verdicts(Result(few, None))
 
 
+def test_a_missed_bar_says_what_it_is_owed_to_and_no_other_does() -> None:
+    outcome = Outcome(EXACT, side(measured(0.2, 0.1, 0.07), measured(0.3, 0.15, 0.1)), None)
+    early = Case("random", 1, "speculative", preset("speculative"))
+    late = Outcome(early, side(measured(0.2, 0.1, 0.1, early=0.9)), None)
+    found = {bar.what: bar for bar in bars(report(Result(outcome, said(wall=10, serial=5)), Result(late, None)))}
+    assert all(bool(bar.why) == (bar.holds is False) for bar in found.values())
+    why = {what.split(": ")[1]: bar.why for what, bar in found.items()}
+    assert "its router has spoken" in why["measured / the wall's max(reads, computing) − 1"]
+    assert why["the same reads alone, into memory as experts' is / the wait"].startswith("8 steps in 2 rounds")
+    assert why["step / max(reads, computing)"] == (
+        "100% of the reads that were issued early were there in time, 100 of 200 ms are still waited for"
+    )
+
+
 def test_what_could_not_be_measured_says_why() -> None:
     (bar,) = bars(report(Result(Outcome(EXACT, Side(problem="too little"), None), None)))
     assert bar.holds is None and bar.why == "too little"
