@@ -30,7 +30,7 @@ def test_layers_are_offloaded_and_experts_stay(monkeypatch):
     monkeypatch.setattr(SkeletonSession, "_context_params", lambda self: asked.append(contexts(self)) or asked[-1])
     for module in ("session", "resident"):
         monkeypatch.setattr(f"edgemoe.llamacpp.{module}.check_gpu", lambda _: None, raising=False)
-    monkeypatch.setattr("edgemoe.streaming.tier.check_gpu", lambda _: None)
+    monkeypatch.setattr("edgemoe.streaming.fitting.check_gpu", lambda _: None)
     logits = []
     for layers in (0, 5):
         with StreamingEngine(demo_model(), policy=preset("psr"), n_gpu_layers=layers, **OPTIONS) as engine:
