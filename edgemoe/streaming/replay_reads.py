@@ -66,6 +66,17 @@ class ReadLog:
         """Note the reads of a store from now on, up to `room` of them (40 bytes each)."""
         return Recorder(store, store.log(room))
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which a read was queued or under way. A run waits for less where it computes meanwhile, so that
+        this, not the wait, is what the bare reads are to be held against."""
+        if not len(self.queued_ns):
+            return 0.0
+        order = np.argsort(self.queued_ns)
+        queued, done = self.queued_ns[order], np.maximum.accumulate(self.done_ns[order])
+        idle = np.maximum(queued[1:] - done[:-1], 0).sum()
+        return float(done[-1] - queued[0] - idle) / 1e9
+
     def save(self, path: Path) -> None:
         """As .npz; `ReadLog.load` reads it."""
         arrays = {name: value for name, value in vars(self).items() if name != "paths"}

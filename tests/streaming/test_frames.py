@@ -137,6 +137,9 @@ def test_a_recorded_run_can_be_read_again_bare(model, tmp_path):
     assert (log.offset % mmap.PAGESIZE == 0).all() and log.nbytes >= 5 * model.geometry.expert_bytes[0]
     asked = {(s.offset // mmap.PAGESIZE) for e in (1, 2) for s in model.expert_slices(model.geometry.moe_layers[0], e)}
     assert asked == set((log.offset[:6] // mmap.PAGESIZE).tolist())
+    spans = [(log.queued_ns[log.group == g].min(), log.done_ns[log.group == g].max()) for g in range(3)]
+    assert log.busy_s == pytest.approx(sum(end - start for start, end in spans) / 1e9)
+    assert 0 < log.first(2).busy_s <= log.busy_s and log.first(0).busy_s == 0
     log.save(tmp_path / "log.npz")
     again = ReadLog.load(tmp_path / "log.npz")
     assert again.paths == log.paths and np.array_equal(again.offset, log.offset)
