@@ -85,7 +85,9 @@ def test_every_figure_is_there(tmp_path, ram):
         assert (point["replaced"] == 0) == exact and point["reads"] > 0 and point["token_s"] > 0
 
 
-@pytest.mark.parametrize(("moment", "number"), [("writing", signal.SIGTERM), ("measuring", signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("moment", "number"), [("writing", signal.SIGTERM), ("measuring", signal.SIGINT), ("writing", signal.SIGHUP)]
+)
 def test_an_interrupt_leaves_nothing(tmp_path, ram, moment, number):
     def reached():
         names = [path.name for path in Path(tmp_path).iterdir()]
