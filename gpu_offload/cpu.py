@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from edgemoe.errors import UserError
 from edgemoe.gpu_offload.arithmetic import mixing_weights, projected, rms_norm, rotations, run_expert
 from edgemoe.gpu_offload.decisions import Decisions
+from edgemoe.gpu_offload.executor import kept_in_place
 from edgemoe.gpu_offload.grouped import Grouped, count_settled
 from edgemoe.gpu_offload.host_executor import HostExecutor
 from edgemoe.gpu_offload.weights import Weights
@@ -105,6 +106,7 @@ class CpuExecutor(HostExecutor):
         """The experts of a chunk, each brought once: first those in slots, then each of the others in the slot that it
         ends in, or in staging. No slot is overwritten before its expert has run. [T, d]."""
         slot_of, c = self._state.slot_of[layer], self.counters
+        slot_of[:] = kept_in_place(slot_of, self.slots.held[layer])
         c.loads += int((executed >= 0).sum())
         c.misses += int(self.decisions.counts[layer, : len(executed), 1].sum())
         held = {int(expert): slot for slot, expert in enumerate(self.slots.held[layer]) if expert >= 0}
@@ -120,7 +122,7 @@ class CpuExecutor(HostExecutor):
                 else:
                     views = self.slots.stage(layer, e)
             grouped.run(e, views)
-        count_settled(c, self.slots.settle(layer, slot_of), grouped.experts)
+        count_settled(c, len(self.slots.settle(layer, slot_of)))
         return grouped.mixed(self._mix(scores, executed))
 
     def _mix(self, scores: torch.Tensor, executed: np.ndarray) -> torch.Tensor:

@@ -46,11 +46,7 @@ def _on(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
-def count_settled(counters: Counters, moved: list[int], union: list[int]) -> None:
-    """Experts that were moved when a chunk's layer ended: evicted and brought back into another slot, or predicted and
-    not executed."""
-    for expert in moved:
-        if expert in union:
-            counters.demand += 1
-        else:
-            counters.prefetch, counters.unused = counters.prefetch + 1, counters.unused + 1
+def count_settled(counters: Counters, moved: int) -> None:
+    """Experts that are moved when a chunk's layer ends: predicted, and executed by none of its tokens. Who was executed
+    is there already, in the slot that it keeps (`kept_in_place`)."""
+    counters.prefetch, counters.unused = counters.prefetch + moved, counters.unused + moved

@@ -14,7 +14,7 @@ from edgemoe.errors import UserError
 from edgemoe.gpu_offload.arena import expert_views
 from edgemoe.gpu_offload.arithmetic import mixing_weights, projected, rms_norm
 from edgemoe.gpu_offload.decisions import Decisions
-from edgemoe.gpu_offload.executor import Counters
+from edgemoe.gpu_offload.executor import Counters, kept_in_place
 from edgemoe.gpu_offload.grouped import Grouped, count_settled
 from edgemoe.gpu_offload.host_driven_layers import TokenLayers
 from edgemoe.gpu_offload.host_driven_link import Arrival, Link
@@ -66,6 +66,7 @@ class HostPrompt:
     def _union(self, layer: int, h: torch.Tensor, scores: torch.Tensor, executed: np.ndarray) -> torch.Tensor:
         """The experts of a chunk, each once: those in slots first, then the others as they arrive. [T, d]."""
         slot_of, held, slots, c = self._slot_of[layer], self._slots.held[layer], self._slots, self._counters
+        slot_of[:] = kept_in_place(slot_of, held)
         where = {int(expert): slot for slot, expert in enumerate(held) if expert >= 0}
         grouped = Grouped(h, executed, self._layers.multiply)
         missing = [e for e in grouped.experts if e not in where]
@@ -82,7 +83,7 @@ class HostPrompt:
                 held[slot] = NOTHING
                 slots.bytes[layer, slot].copy_(content)
                 held[slot] = e
-        count_settled(c, slots.settle(layer, slot_of), grouped.experts)
+        count_settled(c, len(slots.settle(layer, slot_of)))
         chosen = torch.from_numpy(executed.astype(np.int64)).to(h.device)
         return grouped.mixed(mixing_weights(scores, chosen, self._weights.shape.norm_topk))
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from edgemoe.gpu_offload.arithmetic import projected, rms_norm
 from edgemoe.gpu_offload.chunk_experts import ChunkExperts
-from edgemoe.gpu_offload.executor import Counters
+from edgemoe.gpu_offload.executor import Counters, kept_in_place
 from edgemoe.gpu_offload.grouped import count_settled
 from edgemoe.gpu_offload.kernels.device_policy import Decisions, DevicePolicy
 from edgemoe.gpu_offload.program import TokenProgram
@@ -53,11 +53,13 @@ class Prompt:
         x = w.embedding[ids].float()
         self._staging.clear()
         self._ahead.clear()
+        placed = np.empty((w.shape.n_layers, w.shape.n_experts), np.int32)
         for layer in range(w.shape.n_layers):
             x = x + self._attention(layer, x, position)
             h = rms_norm(x, w.layers[layer].ffn_norm, eps)
             decided = self._decide(layer, h, ids)
-            x = x + self._experts(layer, h, decided, counters)
+            x = x + self._experts(layer, h, decided, placed[layer], counters)
+        self.policy.state.ints[:, 0, : placed.shape[1]] = torch.from_numpy(placed).to(device)
         return product(rms_norm(x, w.norm, eps), w.output)
 
     def _decide(self, layer: int, h: torch.Tensor, ids: torch.Tensor) -> Decisions:
@@ -82,10 +84,17 @@ class Prompt:
         y = F.scaled_dot_product_attention(q.to(keys.dtype), keys, values, attn_mask=mask)
         return product(y.transpose(0, 1).flatten(-2).float(), w.o)
 
-    def _experts(self, layer: int, h: torch.Tensor, decided: Decisions, counters: Counters) -> torch.Tensor:
-        """The union of what the tokens execute, each expert once: those in slots first, then the others. [T, d]."""
-        sizes, executed, slot_of, likely = self._ask(layer, decided, len(h))
+    def _experts(
+        self, layer: int, h: torch.Tensor, decided: Decisions, slot_of: np.ndarray, counters: Counters
+    ) -> torch.Tensor:
+        """The union of what the tokens execute, each expert once: those in slots first, then the others. [T, d].
+
+        Out: slot_of [E], the residents that were decided; whoever has a slot and stays keeps it, and need not come
+        again.
+        """
+        sizes, executed, said, likely = self._ask(layer, decided, len(h))
         held, staging = self.slots.held[layer], self._staging
+        slot_of[:] = kept_in_place(said, held)
         where = {int(expert): slot for slot, expert in enumerate(held) if expert >= 0}
         products = ChunkExperts(h.to(self.weights.dtype), executed, where, self.weights.shape)
         missing = [e for e in products.experts if e not in where]
@@ -119,9 +128,8 @@ class Prompt:
             next_held = self.slots.held[layer + 1]
             for e in [e for e in likely if e not in next_held][: staging.ahead]:
                 self._ahead[e] = staging.send(layer + 1, e)
-        # What is still to be moved when the chunk ends.
         residents = np.flatnonzero(slot_of >= 0)
-        count_settled(counters, residents[held[slot_of[residents]] != residents].tolist(), products.experts)
+        count_settled(counters, int((held[slot_of[residents]] != residents).sum()))  # moved when the chunk ends
         inside = torch.arange(executed.shape[1], device=h.device) < decided.counts[: len(h), :1]
         return products.mixed((decided.weights[: len(h)] * inside).unsqueeze(-1))
 
