@@ -172,7 +172,7 @@ def _print_json(found: Tuned, limits: Limits, out: Path, plot: Path | None) -> N
     points = [
         {
             "policy": asdict(point.policy),
-            **point.measured(found.expert_bytes),
+            **point.measured(),
             "within": point.within(limits),
             "chosen": point is found.chosen,
         }
@@ -210,7 +210,7 @@ def _print(found: Tuned, limits: Limits, out: Path, plot: Path | None) -> None:
             f"{100 * point.excess:+.2f}%",
             f"{point.copies:.2f}",
             f"{point.demand:.2f}",
-            format_bytes(point.copies * found.expert_bytes),
+            format_bytes(point.copied_bytes),
             "chosen" if point is found.chosen else ", ".join(marks),
         )
     screen.print(filled)

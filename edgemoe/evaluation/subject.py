@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from edgemoe.calibration import Calibration
 from edgemoe.errors import UserError
 from edgemoe.evaluation.llamacpp_divergence import forced
-from edgemoe.evaluation.token_metrics import WindowMetrics, compare_rows
+from edgemoe.evaluation.token_metrics import WindowMetrics, compare_rows, copies_of
 from edgemoe.generation.engine import Engine
 from edgemoe.policy import Policy
 from edgemoe.progress import Advance, no_progress
@@ -106,14 +107,15 @@ class TokenByToken:
                     exact[at], counts = forced(engine, windows[at], advance)
                     for which, policy in enumerate(policies):
                         if policy == reference and not skip(at, which):
-                            yield at, which, compare_rows(windows[at], exact[at], exact[at], counts)
+                            yield at, which, _compared(engine, windows[at], exact[at], exact[at], counts)
             for which, policy in enumerate(policies):
                 open_windows = [at for at in group if policy != reference and not skip(at, which)]
                 if not open_windows:
                     continue
                 with self._opened(policy) as engine:
                     for at in open_windows:
-                        yield at, which, compare_rows(windows[at], exact[at], *forced(engine, windows[at], advance))
+                        steered = forced(engine, windows[at], advance)
+                        yield at, which, _compared(engine, windows[at], exact[at], *steered)
 
     def _groups(self, left: Sequence[int], windows: Sequence[np.ndarray]) -> Iterable[list[int]]:
         size = max((len(window) for window in windows), default=1) * self._n_vocab * 4
@@ -135,6 +137,13 @@ class TokenByToken:
                     advance(1)
                 found.append(np.array(tokens, np.int64))
         return found
+
+
+def _compared(
+    engine: Engine, window: np.ndarray, exact: np.ndarray, steered: np.ndarray, counts: np.ndarray
+) -> WindowMetrics:
+    """What `engine` has just been forced through, against exact routing."""
+    return replace(compare_rows(window, exact, steered, counts), copies=copies_of(getattr(engine, "records", ())))
 
 
 def _reference(policies: Sequence[Policy]) -> Policy:

@@ -238,7 +238,11 @@ class Harness:
             for which, part in enumerate(parts):
                 # The last position of a window predicts what it does not hold: other engines do not run it.
                 counts = part.counts[: len(part.kl)]
-                yield at, which, WindowMetrics(part.nll_exact, part.nll_steered, part.kl, part.agree, counts)
+                yield (
+                    at,
+                    which,
+                    WindowMetrics(part.nll_exact, part.nll_steered, part.kl, part.agree, counts, part.copies),
+                )
 
     def sample(
         self, count: int, length: int, prefix: int, seed: int, advance: Advance = no_progress

@@ -26,6 +26,7 @@ class WindowMetrics:
     kl: np.ndarray  # [T − 1]: KL(exact ‖ steered) of the next-token distribution, nats
     agree: np.ndarray  # [T − 1] bool: both rank the same token first
     counts: np.ndarray  # [T − 1, 5] summed over layers, by the names in `edgemoe.policy.replay`
+    copies: np.ndarray | None = None  # [L]: prefetch and demand copies of all T − 1 tokens, by layer, where known
 
     def means(self) -> dict[str, float]:
         """By the names in `METRICS`."""
@@ -71,6 +72,14 @@ def counts_of(records: Sequence[Mapping[str, np.ndarray]], policy: Policy) -> np
     be replaced, scores [L, S, E]. An engine without a logical cache has no records: then pass none, and get none.
     """
     return np.concatenate([_step(record, policy) for record in records]) if records else np.zeros((0, 5), np.int64)
+
+
+def copies_of(records: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray | None:  # [L] int64
+    """Copies by layer, summed over consecutive steps; None for an engine without records."""
+    if not records:
+        return None
+    found: np.ndarray = np.sum([record["counts"].sum(axis=(1, 2), dtype=np.int64) for record in records], axis=0)
+    return found
 
 
 def _step(record: Mapping[str, np.ndarray], policy: Policy) -> np.ndarray:

@@ -81,6 +81,8 @@ class Point:
     prefetch: float
     unused: float
     replaced: float
+    copied_bytes: float
+    """Of all copies of a token: each moves an expert of its layer."""
 
     @property
     def copies(self) -> float:
@@ -95,7 +97,7 @@ class Point:
         """Whether both gates let it through; a number that is none never does."""
         return self.kl.mean <= limits.max_kl and self.excess <= limits.max_excess
 
-    def measured(self, expert_bytes: float) -> dict[str, float]:
+    def measured(self) -> dict[str, float]:
         """For the policy file and --json."""
         return {
             "kl": self.kl.mean,
@@ -108,7 +110,7 @@ class Point:
             "prefetch": self.prefetch,
             "unused": self.unused,
             "replaced": self.replaced,
-            "bytes_per_token": self.copies * expert_bytes,
+            "bytes_per_token": self.copied_bytes,
         }
 
 
@@ -159,7 +161,8 @@ def _with_lambda(policy: Policy, lam: float) -> Policy:
 
 
 def point_of(policy: Policy, means: Mapping[str, Sequence[Mapping[str, float]]]) -> Point:
-    """A policy's point from the means of its windows, by text, as `WindowMetrics.means` gives them."""
+    """A policy's point from the means of its windows, by text, as `WindowMetrics.means` gives them, and the
+    `copied_bytes` of a token."""
 
     def estimate(metric: str, minus: str | None = None) -> Estimate:
         parts = []
@@ -176,5 +179,5 @@ def point_of(policy: Policy, means: Mapping[str, Sequence[Mapping[str, float]]])
         float(np.exp(estimate("nll_exact").mean)),
         estimate("nll", "nll_exact"),
         estimate("kl"),
-        *(estimate(name).mean for name in ("demand", "prefetch", "unused", "replaced")),
+        *(estimate(name).mean for name in ("demand", "prefetch", "unused", "replaced", "copied_bytes")),
     )

@@ -22,8 +22,9 @@ def draw(points: Sequence[Point], chosen: Point, limits: Limits, path: Path) -> 
     ):
         if family:
             kl, widths = [p.kl.mean for p in family], [p.kl.half_width for p in family]
-            how = {"clip_on": label != "exact", "zorder": 3}  # exact routing lies on the axis, which would cut it
-            axis.errorbar([p.copies for p in family], kl, widths, fmt=marker, ms=5, elinewidth=0.6, label=label, **how)
+            copies = [p.copies for p in family]
+            drawn = axis.errorbar(copies, kl, widths, fmt=marker, ms=5, elinewidth=0.6, label=label, zorder=3)
+            drawn.lines[0].set_clip_on(label != "exact")  # exact routing lies on the axis, which would cut it
     best = frontier(points)
     axis.plot([p.copies for p in best], [p.kl.mean for p in best], color="gray", lw=1, zorder=0, label="frontier")
     axis.axhline(limits.max_kl, color="tab:red", ls="--", lw=1, label=f"at most {limits.max_kl:g}")

@@ -27,7 +27,7 @@ from edgemoe.evaluation.journal import Journal
 from edgemoe.evaluation.results import DAMAGE, ModelId
 from edgemoe.evaluation.subject import Subject
 from edgemoe.evaluation.subjects import Runs, calibration_of, check_model, default_engine, subject
-from edgemoe.evaluation.token_metrics import METRICS
+from edgemoe.evaluation.token_metrics import METRICS, WindowMetrics
 from edgemoe.evaluation.tune import Grid, Limits, Point, knee, point_of, refined
 from edgemoe.evaluation.windows import fingerprint_of, text_windows
 from edgemoe.evaluation.writer import partial_path, refuse_existing, refuse_input
@@ -42,6 +42,7 @@ from edgemoe.units import Residency
 
 CALIBRATING = 0.5  # share of each text
 FORMAT = "edgemoe tuning"
+BYTES = "copied_bytes"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,6 @@ class Tuned:
     points: tuple[Point, ...]
     chosen: Point
     file: PolicyFile
-    expert_bytes: float  # mean over the MoE layers: what one copy moves
     calibrating: Mapping[str, int]  # text → its first bytes, which calibrated; empty for a calibration that was given
     windows: int
     resumed: int
@@ -113,13 +113,12 @@ def tune(
         lines = journal.resume(header, overwrite)
         calibrated = given or _calibrated(model, sources, contents, cuts, out, lines, runs, extent.length, watch)
         ran.use(calibrated)
-        measuring = _Measuring(ran, texts, journal, lines, calibrated.digest, watch)
+        measuring = _Measuring(ran, texts, journal, lines, calibrated.digest, model.geometry.expert_bytes, watch)
         coarse = [ran.completed(policy) for policy in grid.policies(ran.slots)]
         points = measuring.points(coarse, "coarse grid")
         more = [policy for policy in map(ran.completed, refined(points, limits)) if policy not in coarse]
         points += measuring.points(more, "refining")
         chosen = knee(points, limits)
-        expert_bytes = float(np.mean(model.geometry.expert_bytes))
         file = PolicyFile(
             chosen.policy,
             residency.text,
@@ -127,7 +126,7 @@ def tune(
             {"name": who.name, "weights": who.fingerprint},
             calibrated.header_sha256,
             str(calibration.resolve()) if calibration else out.with_suffix(".calib").name,
-            chosen.measured(expert_bytes),
+            chosen.measured(),
             described,
             {**ran.configuration(chosen.policy), "max_kl": limits.max_kl, "max_excess": limits.max_excess},
         )
@@ -141,7 +140,6 @@ def tune(
         points=tuple(points),
         chosen=chosen,
         file=file,
-        expert_bytes=expert_bytes,
         calibrating={} if calibration else {str(s.path): cut for s, cut in zip(sources, cuts, strict=True)},
         windows=sum(map(len, texts.values())),
         resumed=measuring.resumed,
@@ -232,10 +230,12 @@ class _Measuring:
         journal: Journal,
         lines: Sequence[bytes],
         calibration: str,
+        expert_bytes: Sequence[int],
         watch: Watch,
     ) -> None:
         """Raises `UserError` where what an earlier run left is damaged, or was measured with another calibration."""
         self._ran, self._texts, self._journal, self._watch = ran, texts, journal, watch
+        self._expert_bytes = np.array(expert_bytes, np.float64)  # [L]
         self._windows = [window for found in texts.values() for window in found]
         self._kept: dict[tuple[Policy, int], dict[str, float]] = {}
         if not lines:
@@ -252,8 +252,12 @@ class _Measuring:
         self.resumed = len(self._kept)
 
     def _take(self, said: Any) -> None:
-        metrics = {name: float(said["metrics"][name]) for name in METRICS}
+        metrics = {name: float(said["metrics"][name]) for name in (*METRICS, BYTES)}
         self._kept[Policy(**said["policy"]), int(said["window"])] = metrics
+
+    def _bytes(self, metrics: WindowMetrics) -> float:
+        assert metrics.copies is not None
+        return float(metrics.copies @ self._expert_bytes) / len(metrics.kl)
 
     def points(self, policies: Sequence[Policy], what: str) -> list[Point]:
         """Each policy's point; only what is missing is run."""
@@ -267,7 +271,8 @@ class _Measuring:
             with self._watch(f"{what}, {len(policies)} policies", work, "tokens") as advance:
                 for at, which, metrics in self._ran.divergences(self._windows, policies, skip, advance):
                     if not skip(at, which):
-                        said = {"policy": asdict(policies[which]), "window": at, "metrics": metrics.means()}
+                        found = {**metrics.means(), BYTES: self._bytes(metrics)}
+                        said = {"policy": asdict(policies[which]), "window": at, "metrics": found}
                         self._journal.add(said)
                         self._take(said)
         domains = [domain for domain, found in self._texts.items() for _ in found]

@@ -37,6 +37,7 @@ class WindowDivergence:
     kl: np.ndarray  # [T − 1] float32: KL(exact ‖ steered) of the next-token distribution, nats
     agree: np.ndarray  # [T − 1] bool: both put the same token first
     counts: np.ndarray  # [T, 5] int32, summed over layers, by the names in `edgemoe.policy.replay`
+    copies: np.ndarray  # [L]: prefetch and demand copies of the first T − 1 tokens, by layer
 
 
 def exactly(model: nn.Module) -> Steered:
@@ -95,7 +96,14 @@ def _compared(
             parts.append(_tokens(exact[:, :predicted], logits[:, :predicted].float().log_softmax(-1), targets))
     exact, steered, kl, agree = (torch.cat(column, dim=1).cpu().numpy() for column in zip(*parts, strict=True))
     return [
-        WindowDivergence(exact[row], steered[row], kl[row], agree[row], record.counts.sum(axis=0, dtype=np.int32))
+        WindowDivergence(
+            exact[row],
+            steered[row],
+            kl[row],
+            agree[row],
+            record.counts.sum(axis=0, dtype=np.int32),
+            record.counts[:, :-1, [DEMAND, PREFETCHED]].sum(axis=(1, 2), dtype=np.int64),
+        )
         for row, record in enumerate(one.take())
     ]
 

@@ -17,6 +17,7 @@ from edgemoe.demo import demo_file
 from edgemoe.errors import UserError
 from edgemoe.generation import load
 from edgemoe.generation.parallel import load_streams
+from edgemoe.model import read_model
 from edgemoe.model.synthetic import write_synthetic
 from edgemoe.policy.policy_file import load_policy_file
 
@@ -64,6 +65,9 @@ def test_the_fewest_copies_within_the_limits_are_written_down(folder: Path, tune
     assert all(
         point["within"] == (point["kl"] <= 9 and point["excess_perplexity"] <= 0.05) for point in points.values()
     )
+    # All layers of this model have experts of one size.
+    (size,) = set(read_model(folder / "moe.gguf").geometry.expert_bytes)
+    assert all(point["bytes_per_token"] == pytest.approx(size * point["copies"]) for point in points.values())
     exact = next(point for point in tuned["points"] if point["policy"]["routing"] == "exact")
     assert exact["kl"] == 0 and exact["copies"] > chosen["copies"]
     file = load_policy_file(folder / "a.json")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from edgemoe.errors import UserError
-from edgemoe.evaluation.token_metrics import METRICS, compare_rows, counts_of
+from edgemoe.evaluation.token_metrics import METRICS, compare_rows, copies_of, counts_of
 from edgemoe.policy import LogicalCache, Policy, preset
 from edgemoe.policy.block import CacheRows
 from edgemoe.policy.replay import DEMAND, EXECUTED, PREFETCHED, REPLACED, UNUSED
@@ -95,3 +95,9 @@ def test_counts_are_those_of_the_policy(policy):
     assert np.array_equal(found, wanted)
     assert found[:, DEMAND].any() and found[:, REPLACED].any() == (policy.routing != "exact")
     assert counts_of([], policy).shape == (0, 5)
+
+
+def test_copies_are_told_by_layer() -> None:
+    steps = [np.array([[[1, 2], [0, 0]], [[0, 3], [1, 1]]]), np.array([[[4, 0]], [[0, 1]]])]  # [L, S, 2]
+    assert copies_of([{"counts": counts} for counts in steps]).tolist() == [7, 6]  # type: ignore[union-attr]
+    assert copies_of(()) is None

@@ -17,7 +17,7 @@ from edgemoe.policy.policy_file import PolicyFile, calibration_beside, load_poli
 
 def point(policy: Policy, kl: float, copies: float, perplexity: float = 10.0) -> Point:
     zero = Estimate(0.0, 0.0)
-    return Point(policy, perplexity, 10.0, zero, Estimate(kl, 0.0), copies, 0.0, 0.0, 0.0)
+    return Point(policy, perplexity, 10.0, zero, Estimate(kl, 0.0), copies, 0.0, 0.0, 0.0, copies)
 
 
 EXACT = point(Policy(), 0.0, 20.0)

@@ -44,6 +44,8 @@ def test_one_window_by_hand(olmoe):
     assert np.allclose(psr.kl, (np.exp(p) * (p - q)).sum(1)[:-1], atol=1e-4)
     assert np.array_equal(psr.agree, (p.argmax(1) == q.argmax(1))[:-1])
     assert np.array_equal(psr.counts, record.counts.sum(axis=0))
+    # The last position predicts nothing in the window, so its copies are no token's.
+    assert psr.copies.tolist() == [layer[:-1, [DEMAND, PREFETCHED]].sum() for layer in record.counts]
     assert psr.counts[:, REPLACED].any() and psr.counts[:, PREFETCHED].any() and psr.kl.mean() > 1e-3
     # Exact routing diverges by nothing at all, and its experts still have to be brought.
     assert not exact.kl.any() and exact.agree.all() and np.array_equal(exact.nll_exact, exact.nll_steered)
