@@ -16,7 +16,8 @@ def show(report: Report) -> None:
 
     out = console()
     say(out, _head(report))
-    for made in (_cases(report), _steps(report), _reads(report), _wall(report), _quality(report), _bars(report)):
+    for part in (_cases, _steps, _reads, _alone, _wall, _said, _quality, _bars):
+        made = part(report)
         if made.row_count:
             out.print("", made)
     out.print("")
@@ -61,13 +62,10 @@ def _cases(report: Report) -> Table:
 
 def _steps(report: Report) -> Table:
     """Where a step's time goes."""
-    from edgemoe.bench.report import rows_of
+    from edgemoe.bench.report import over_longest, rows_of
     from edgemoe.cli.output import table
 
-    made = table(
-        *("ms per step", "step", "computing", "waiting", "policy", "reads alone", "/ waiting"),
-        *("into a reused buffer", "/ waiting", "issued early"),
-    )
+    made = table("ms per step", "step", "computing", "waiting", "policy", "step / longer of both")
     for result in report.results:
         row = rows_of(result)[0]
         if (reading := row.reading) is None:
@@ -75,61 +73,61 @@ def _steps(report: Report) -> Table:
         made.add_row(
             result.outcome.case.name,
             *(_ms(value) for value in (row.step_s, reading.compute_s, reading.wait_s, reading.policy_s)),
-            _ms(reading.alone_s),
-            _share(reading.alone_share),
-            _ms(reading.buffer_s),
-            _share(reading.buffer_share),
-            _share(reading.early),
+            _times(over_longest(row)),
         )
     return made
 
 
 def _reads(report: Report) -> Table:
-    """What a step reads, beside what the disk gives."""
-    from edgemoe.bench.report import over_longest, rows_of
+    """What a step reads."""
+    from edgemoe.bench.report import rows_of
     from edgemoe.cli.output import table
     from edgemoe.units import format_bytes
 
-    made = table(
-        *(
-            "reads per step",
-            "bytes",
-            "mmap's",
-            "hits",
-            "bytes/s alone",
-            "of the disk",
-            "hidden",
-            "step / longer of both",
-        )
-    )
+    made = table("reads per step", "bytes", "mmap's", "hits", "issued early", "hidden")
     for result in report.results:
         rows = rows_of(result)
         if (reading := rows[0].reading) is None:
             continue
-        rate = reading.read_bytes / reading.alone_s if reading.alone_s else None
         fetched = rows[1].fetched_bytes if len(rows) > 1 else None
         made.add_row(
             result.outcome.case.name,
             format_bytes(reading.read_bytes),
             format_bytes(fetched) if fetched else "–",
-            _share(reading.hit_rate),
+            *(_share(value) for value in (reading.hit_rate, reading.early, reading.hidden)),
+        )
+    return made
+
+
+def _alone(report: Report) -> Table:
+    """The same reads without inference, beside the wait and what the disk gives."""
+    from edgemoe.bench.report import rows_of
+    from edgemoe.cli.output import table
+    from edgemoe.units import format_bytes
+
+    made = table("reads alone", "ms", "/ waiting", "bytes/s", "of the disk", "into a buffer", "/ waiting")
+    for result in report.results:
+        if (reading := rows_of(result)[0].reading) is None:
+            continue
+        rate = reading.read_bytes / reading.alone_s if reading.alone_s else None
+        made.add_row(
+            result.outcome.case.name,
+            _ms(reading.alone_s),
+            _share(reading.alone_share),
             f"{format_bytes(rate)}/s" if rate else "–",
             _share(rate / report.limits.disk if rate else None),
-            _share(reading.hidden),
-            _times(over_longest(rows[0])),
+            _ms(reading.buffer_s),
+            _share(reading.buffer_share),
         )
     return made
 
 
 def _wall(report: Report) -> Table:
+    """Measured beside what the wall says, for either order of reads and computing."""
     from edgemoe.bench.report import rows_of
     from edgemoe.cli.output import table
 
-    made = table(
-        *("tok/s", "mmap", "measured", "reads + computing", "off by", "max of both", "off by", "--batch says"),
-        *("reads ms", "compute ms", "union"),
-        *("hits", "measured hits"),
-    )
+    made = table("tok/s", "mmap", "measured", "reads + computing", "off by", "max of both", "off by")
     for result in report.results:
         rows, said = rows_of(result), result.prediction
         if said is None or rows[0].reading is None:
@@ -143,22 +141,37 @@ def _wall(report: Report) -> Table:
             f"{said.serial_error(measured):+.0%}",
             f"{said.wall:.3g}",
             f"{said.error(measured):+.0%}",
-            f"{said.least:.3g}–{said.most:.3g}",
+        )
+    return made
+
+
+def _said(report: Report) -> Table:
+    """What the wall's figures are made of."""
+    from edgemoe.bench.report import rows_of
+    from edgemoe.cli.output import table
+
+    made = table("the wall's", "reads, ms", "computing, ms", "union", "hits", "measured", "wall --batch, tok/s")
+    for result in report.results:
+        reading, said = rows_of(result)[0].reading, result.prediction
+        if said is None or reading is None:
+            continue
+        made.add_row(
+            result.outcome.case.name,
             _ms(said.read_s),
             _ms(said.compute_s),
             f"{said.union:.1f}",
             f"{said.hit_rate:.0%}",
-            _share(rows[0].reading.hit_rate),
+            _share(reading.hit_rate),
+            f"{said.least:.3g} to {said.most:.3g}",
         )
     return made
 
 
 def _quality(report: Report) -> Table:
     from edgemoe.cli.output import table
-    from edgemoe.units import format_bytes
 
     made = table(
-        *("demo model", "slots", "reads", "bytes", "ms", "KL", "perplexity", "same top-1", "replaced"),
+        *("demo model", "slots", "reads", "ms", "KL", "perplexity", "same top-1", "replaced"),
         "config",
     )
     for point in report.quality:
@@ -167,7 +180,6 @@ def _quality(report: Report) -> Table:
             point.policy,
             f"{point.slots} ({point.residency})",
             f"{point.reads:.2f}",
-            format_bytes(point.read_bytes),
             _ms(point.token_s),
             f"{found.kl.mean():.4f}",
             f"{found.perplexity:.2f}",

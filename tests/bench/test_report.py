@@ -1,13 +1,16 @@
 """From rounds to rows and bars: medians, shares, and verdicts that can be no."""
 
+from io import StringIO
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from edgemoe.bench.case import Case, Outcome, Replay, Round, Side
 from edgemoe.bench.limits import Prediction
 from edgemoe.bench.report import bars, over_longest, rows_of
 from edgemoe.bench.ssd import Result
+from edgemoe.cli import bench_tables as tables
 from edgemoe.policy import preset
 
 
@@ -91,6 +94,25 @@ def test_reads_issued_early_are_judged_by_what_computing_hides() -> None:
     assert verdicts(Result(late, None))[name] is False
     few = Outcome(early, side(measured(0.2, 0.1, 0.1, early=0.5)), None)
     assert name not in verdicts(Result(few, None))
+
+
+def test_tables_fit_80_columns_with_every_figure_whole() -> None:
+    beside = Outcome(EXACT, side(*[measured(0.2, 0.1, 0.09)] * 2), mapped(2.4, 2.6))
+    early = Case("random", 1, "exact-prefetch", preset("exact-prefetch"), beside_mmap=False)
+    results = (
+        Result(beside, said(wall=10, serial=5.5)),
+        Result(Outcome(early, side(measured(0.2, 0.1, 0.1)), None), None),
+    )
+    run = report(*results)
+    run.limits = SimpleNamespace(disk=2e9)
+    out = StringIO()
+    console = Console(file=out, width=80)
+    for part in (tables._cases, tables._steps, tables._reads, tables._alone, tables._wall, tables._said):
+        console.print(part(run))
+    printed = out.getvalue()
+    assert max(map(len, printed.splitlines())) <= 80 and "…" not in printed
+    for figure in ("5 ±0%", "12.5", "200", "100", "1.00 MB", "11.1 MB/s", "90%", "-9%", "-50%", "2.75 to 20", "75%"):
+        assert f" {figure}" in printed, figure
 
 
 def test_a_missed_bar_says_what_it_is_owed_to_and_no_other_does() -> None:
