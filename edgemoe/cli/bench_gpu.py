@@ -89,6 +89,15 @@ class Rows:
     generate: Annotated[
         int, typer.Option("--generate", metavar="N", min=0, help="Tokens of free generation; 0 leaves it out.")
     ] = 64
+    prompt: Annotated[
+        int | None,
+        typer.Option(
+            "--prompt",
+            metavar="N",
+            min=0,
+            help="Tokens of the prompts that are timed; 0 leaves them out. Default: 512, on the CPU 64.",
+        ),
+    ] = None
     determinism: Annotated[
         int,
         typer.Option(
@@ -190,6 +199,7 @@ def _settings(subject: Subject, rows: Rows, quality: list[Path] | None) -> Setti
         windows=rows.windows,
         tokens=rows.tokens,
         generate=rows.generate,
+        prompt=rows.prompt,
         determinism=rows.determinism,
         quality=tuple(quality or ()),
         seconds=rows.seconds,

@@ -20,8 +20,8 @@ def show(report: Report, written: Iterable[Path] = ()) -> None:
     out = console()
     say(out, _head(report))
     for made in (
-        *(_rows(report), _copies(report), _ratios(report), _equal_kl(report), _generated(report)),
-        *(_against(report), _determinism(report), _bars(report)),
+        *(_rows(report), _copies(report), _ratios(report), _equal_kl(report), _prompts(report)),
+        *(_generated(report), _against(report), _determinism(report), _bars(report)),
     ):
         if made.row_count:
             out.print("", made)
@@ -41,6 +41,8 @@ def _head(report: Report) -> str:
         least = next((row.memory_s for row in report.rows if row.memory_s), None)
         if least is not None:
             lines.append(f"reading the active weights once takes {1e3 * least:.2f} ms per token")
+    if report.load_s is not None:
+        lines.append(f"weights loaded in {report.load_s:.1f} s")
     if (far := report.far) is not None:
         lines.append(
             f"everything resident, context of {far.position:,}: {1e3 * far.token_s:.2f} ms per token, its memory's "
@@ -125,6 +127,22 @@ def _equal_kl(report: Report) -> Table:
             one.row, str(one.slots), f"{one.kl:.4f}", one.family, f"{ratio.ratio:.3f}", interval,
             f"{ratio.p:.2g}",
         )  # fmt: skip
+    return made
+
+
+def _prompts(report: Report) -> Table:
+    from edgemoe.cli.output import table
+    from edgemoe.units import format_bytes
+
+    made = table(
+        *("a prompt", "slots", "tokens", "first token, ms", "not resident", "copied", "link", "computing", "× limit")
+    )
+    for one in report.prompts:
+        made.add_row(
+            *(one.label, str(one.slots), str(one.tokens), _ms(one.first_token_s)),
+            *(format_bytes(one.union_bytes), format_bytes(one.copied_bytes)),
+            *(_ms(one.link_s), _ms(one.compute_s), _number(one.over_limit)),
+        )
     return made
 
 

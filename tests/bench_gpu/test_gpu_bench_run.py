@@ -33,6 +33,7 @@ def tiny(monkeypatch):
 def settings(**more):
     defaults = {
         "device": "cpu", "policies": POLICIES, "residencies": ("50%",), "rounds": 2, "generate": 3, "determinism": 0,
+        "prompt": 0,
     }  # fmt: skip
     return Settings(**{**defaults, **more})
 
@@ -172,3 +173,31 @@ def test_what_is_refused() -> None:
         with pytest.raises(UserError, match="--device cpu") as refused:
             bench_gpu(settings(device="cuda"))
         assert "\n" not in str(refused.value)
+
+
+def test_a_prompt_brings_what_is_not_resident_once() -> None:
+    report = bench_gpu(settings(executors=("cpu", "host"), rounds=1, generate=0, prompt=40))
+    assert [(one.label, one.slots, one.tokens) for one in report.prompts] == [
+        ("resident", 8, 40), ("exact-lru", 4, 40), ("psr", 4, 40),
+    ]  # fmt: skip
+    resident, *others = report.prompts
+    assert resident.union_bytes == resident.copied_bytes == 0 and resident.over_limit == pytest.approx(1)
+    for one in others:
+        # 40 tokens with two experts each execute all 8: the half that is not warm comes, in each of 3 layers.
+        assert one.union_bytes == 3 * 4 * report.expert_bytes <= one.copied_bytes
+        assert one.link_s == pytest.approx(one.union_bytes / report.rates.link)
+        assert len(one.rounds) == 4 and one.compute_s == resident.first_token_s
+        assert one.over_limit == pytest.approx(one.first_token_s / max(one.link_s, one.compute_s))
+    assert as_json(report)["prompts"][1]["over_limit"] == others[0].over_limit
+    assert [bar.holds for bar in bars(report)] == [True]  # the CPU is held to no time
+    slow = replace(others[0], executor="device", rounds=(9.0,), link_s=6.0)
+    on_gpu = replace(report, device="cuda", prompts=[slow, replace(slow, link_s=8.0)])
+    assert [(bar.value, bar.holds) for bar in bars(on_gpu) if bar.what.startswith("prompt")] == [
+        (1.5, False), (1.125, True),
+    ]  # fmt: skip
+
+
+def test_prompts_are_one_chunk() -> None:
+    for length in (1, 513):
+        with pytest.raises(UserError, match="--prompt"):
+            settings(prompt=length)

@@ -37,16 +37,22 @@ def run(monkeypatch):
     monkeypatch.setattr(bench, "_subject", lambda settings, watch: tiny_subject())
     policies = {"exact-lru": preset("exact-lru"), "psr": preset("psr", window=3), "too wide": preset("psr")}
     settings = bench.Settings(
-        device="cpu", policies=policies, residencies=("50%",), rounds=2, generate=2, determinism=2
+        device="cpu", policies=policies, residencies=("50%",), rounds=2, generate=2, determinism=2, prompt=6
     )  # fmt: skip
     report = bench.bench_gpu(settings)
     report.against = [Split("100%", 0, 1, 0.002, 6, best=True), Split("50%", 2, 1, 0.004, 6, best=True)]
     return json.loads(json.dumps(as_json(report)))
 
 
+def test_a_run_without_prompts_has_no_table_of_them(script, run) -> None:
+    assert "| a prompt |" in script.tables(run)
+    older = {name: value for name, value in run.items() if name not in ("prompts", "load_s")}
+    assert "| a prompt |" not in script.tables(older)
+
+
 def test_every_row_and_every_check_is_there(script, run) -> None:
     written = script.tables(run)
-    assert written.count("| exact-lru | 4 |") == 3 and "window of 8 candidates" in written
+    assert written.count("| exact-lru | 4 |") == 4 and "window of 8 candidates" in written
     assert f"`{run['rows'][1]['config']}`" in written and "| 50% | 2 | 1 | 4.00 | best |" in written
     assert written.count("| the logical cache |") == len(
         [one for one in run["determinism"] if one["cache"] == "logical"]

@@ -67,18 +67,29 @@ def clock(subject: Subject, arm: Arm, shared: "Shared") -> Clock:
     return _Stepped(stepped(subject, arm, shared.buffer), subject, shared)
 
 
-def stepped(subject: Subject, arm: Arm, recorded: torch.Tensor | None) -> Executor:
-    """An executor with a host in its loop."""
+def executor_of(subject: Subject, arm: Arm, *, n_ctx: int, chunk: int) -> Executor:
+    """An arm's executor as `edgemoe run` has it, deciding by the model's own routers."""
+    if arm.executor == DEVICE:
+        from edgemoe.gpu_offload.device import DeviceExecutor
+
+        cache = subject.cache(arm.policy, arm.slots)
+        return DeviceExecutor(subject.weights, cache, n_ctx=n_ctx, chunk=chunk, **arm.options)
+    return stepped(subject, arm, None, n_ctx=n_ctx, chunk=chunk)
+
+
+def stepped(
+    subject: Subject, arm: Arm, recorded: torch.Tensor | None, *, n_ctx: int | None = None, chunk: int = CHUNK
+) -> Executor:
+    """An executor with a host in its loop. n_ctx: `context` unless given."""
+    n_ctx = n_ctx or context(subject)
     cache = subject.cache(arm.policy, arm.slots)
-    decisions = Decisions(cache, CHUNK, cache.prior)  # type: ignore[arg-type]
+    decisions = Decisions(cache, chunk, cache.prior)  # type: ignore[arg-type]
     if arm.executor == CPU:
-        return _RecordedCpu(subject.weights, decisions, n_ctx=context(subject), recorded=recorded)
+        return _RecordedCpu(subject.weights, decisions, n_ctx=n_ctx, recorded=recorded)
     from edgemoe.gpu_offload.host_driven import HostDrivenExecutor
 
     physical: dict[str, Any] = {"physical": "issued"} if arm.executor == PHYSICAL else {}
-    return HostDrivenExecutor(
-        subject.weights, decisions, n_ctx=context(subject), recorded=recorded, **physical, **arm.options
-    )
+    return HostDrivenExecutor(subject.weights, decisions, n_ctx=n_ctx, recorded=recorded, **physical, **arm.options)
 
 
 class Shared:

@@ -8,7 +8,7 @@ from edgemoe.bench.gpu.determinism import verdict
 from edgemoe.bench.gpu.rows import Row, is_preset
 from edgemoe.bench.gpu.run import Report
 
-FAR_MS, FAR_SHARE, TIMELINE = 0.9, 0.60, 1.20
+FAR_MS, FAR_SHARE, TIMELINE, PROMPT = 0.9, 0.60, 1.20, 1.25
 AGAINST = {"50%": 4.0, "25%": 2.5}  # times llama.cpp, of psr-gated at λ = 0.2
 
 
@@ -33,7 +33,7 @@ def bars(report: Report) -> list[Bar]:
                 what = f"{row.name} at {row.share}: ms / dependency timeline"
                 holds = row.over_timeline <= TIMELINE
                 found.append(Bar(what, row.over_timeline, f"≤ {TIMELINE:.2f}", holds))
-        found += _against(report)
+        found += _prompts(report) + _against(report)
     said = verdict(report.determinism)
     if said["logical"] is not None:
         found.append(
@@ -50,6 +50,15 @@ def bars(report: Report) -> list[Bar]:
 
 def _is_bar(row: Row) -> bool:
     return (is_preset(row, "psr-gated") or is_preset(row, "exact-lru")) and row.share in AGAINST
+
+
+def _prompts(report: Report) -> list[Bar]:
+    found = []
+    for one in report.prompts:
+        if one.executor == "device" and one.slots < report.n_experts and one.over_limit is not None:
+            what = f"prompt of {one.tokens}, {one.name} at {one.share}: time / the longer of link and computing"
+            found.append(Bar(what, one.over_limit, f"≤ {PROMPT:.2f}", one.over_limit <= PROMPT))
+    return found
 
 
 def _against(report: Report) -> list[Bar]:
@@ -105,6 +114,8 @@ def as_json(report: Report) -> dict[str, Any]:
         "equal_kl": [one.as_json() for one in report.equal_kl],
         "quality_models": list(report.quality_models),
         "resident_at_1024": {**asdict(report.far), "share": report.far.share} if report.far else None,
+        "load_s": report.load_s,
+        "prompts": [one.as_json() for one in report.prompts],
         "generated": [one.as_json() for one in report.generated],
         "determinism": [run.as_json() for run in report.determinism],
         "llama.cpp": [split.as_json() for split in report.against],

@@ -23,6 +23,7 @@ from edgemoe.bench.gpu.generation import Generated, generate
 from edgemoe.bench.gpu.limits import Far, Rates, measure_far, measure_rates, resident_arm
 from edgemoe.bench.gpu.measure import Ended, Timed, prepare, rounds
 from edgemoe.bench.gpu.pool import Pool
+from edgemoe.bench.gpu.prompts import LONGEST, Prompted, arms_prompted, prompted
 from edgemoe.bench.gpu.rows import Beside, Row, beside, executors_beside, rows_of
 from edgemoe.bench.gpu.subject import Subject, check_device, model_subject, replayed_subject
 from edgemoe.errors import UserError
@@ -56,6 +57,8 @@ class Settings:
     tokens: int = 256
     generate: int = 64
     """Tokens of free generation behind each prompt; 0 leaves it out."""
+    prompt: int | None = None
+    """Tokens of the prompts that are timed, at most 512; 0 leaves them out. Default: 512, on the CPU 64."""
     determinism: int = 48
     """Tokens decoded in every way of moving bytes; 0 leaves it out."""
     quality: tuple[Path, ...] = ()
@@ -69,6 +72,8 @@ class Settings:
                 raise UserError(f"--{name} {getattr(self, name)}: expected at least 1")
         if self.tokens < 4:
             raise UserError(f"--tokens {self.tokens}: expected at least 4")
+        if self.prompt is not None and self.prompt and not 2 <= self.prompt <= LONGEST:
+            raise UserError(f"--prompt {self.prompt}: expected 2 to {LONGEST}, or 0")
         unknown = [name for name in self.executors if name not in EXECUTORS]
         if unknown:
             raise UserError(f"--executors {unknown[0]}: expected {', '.join(EXECUTORS)}")
@@ -95,6 +100,8 @@ class Report:
     beside: list[Beside] = field(default_factory=list)
     equal_kl: list[AtEqualKl] = field(default_factory=list)
     far: Far | None = None
+    load_s: float | None = None
+    prompts: list[Prompted] = field(default_factory=list)
     generated: list[Generated] = field(default_factory=list)
     determinism: list[Run] = field(default_factory=list)
     quality_models: tuple[str, ...] = ()
@@ -166,7 +173,7 @@ def _measure(
 
     total = settings.rounds * len(arms) * sum(len(window) for window in subject.windows)
     with watch("decoding", total, "tokens") as advance:
-        further = settings.generate or settings.determinism
+        further = settings.generate or settings.determinism or settings.prompt != 0
         stop = until - _RESERVE * (settings.seconds or 0) if until is not None and further else until
         ended = rounds(subject, pool, timed, settings.rounds, stop, note, advance)
     note(ended.rounds)
@@ -200,6 +207,12 @@ def _further(
         saved(report)
     pool.close()  # the rest makes executors of its own
     assert report.rates is not None
+    length = settings.prompt if settings.prompt is not None else LONGEST if subject.device == "cuda" else 64
+    if length and there_is_time():
+        arms = arms_prompted(going, subject)
+        with watch("prompts", len(arms), "rows") as advance:
+            report.prompts = prompted(subject, arms, length, report.rates.link, advance, until)
+        saved(report)
     if settings.determinism and there_is_time():
         share, experts = Residency.parse(settings.residencies[-1]), subject.weights.shape.n_experts
         slots = share.slots(experts, subject.weights.shape.n_layers * subject.weights.arena.expert_bytes)
@@ -262,6 +275,7 @@ def _report(subject: Subject, quality: Quality) -> Report:
         window_tokens=subject.longest,
         expert_bytes=subject.weights.arena.expert_bytes,
         n_experts=subject.weights.shape.n_experts,
+        load_s=subject.load_s,
         quality_models=quality.models,
     )
 

@@ -1,6 +1,7 @@
 """What is decoded: weights, windows of tokens, and either recorded routing or the model's own."""
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,6 +40,8 @@ class Subject:
     recording: Recording | None = None
     calibration: "Calibration | None" = None
     notes: tuple[str, ...] = ()
+    load_s: float | None = None
+    """From the file to weights that are in place; None where they were drawn."""
 
     def cache(self, policy: Policy, slots: int) -> LogicalCache:
         """A new logical cache. Raises `UserError` where policy, model and slots do not fit."""
@@ -157,8 +160,10 @@ def model_subject(
         found, domains = _windows(texts or _demo_texts(), words, windows, tokens)
     finally:
         words.close()
+    start = time.monotonic()
     with watch(f"loading {model.geometry.name}", load_bytes(model), "bytes") as advance:
         weights = load_weights(model, shape, dtype=DTYPES[dtype], device=device, advance=advance)
+    load_s = time.monotonic() - start
     files = [header_fingerprint(file) for file in model.files] if model.format == "GGUF" else [str(model.path)]
     notes = () if known else ("no calibration: experts 0, 1, 2, … are warm, the bonus scale is a running mean",)
     return Subject(
@@ -171,6 +176,7 @@ def model_subject(
         prompts=tuple(window[:_PROMPT] for window in found[:2]),
         calibration=known,
         notes=notes,
+        load_s=load_s,
     )
 
 
