@@ -17,7 +17,10 @@ from edgemoe.demo import demo_model
 from edgemoe.tracing import Trace
 from edgemoe.tracing.tracefile import save_trace
 
-SMALL = ("--rounds", 2, "--windows", 2, "--tokens", 6, "--policies", "exact-lru,psr-gated", "--residency", "50%")
+SMALL = (
+    *("--rounds", 2, "--windows", 2, "--tokens", 6, "--prompt", 8),
+    *("--policies", "exact-lru,psr-gated", "--residency", "50%"),
+)
 
 
 @pytest.fixture
@@ -57,6 +60,7 @@ def test_random_weights_by_recorded_routing(bench, trace, tmp_path) -> None:
     assert "olmoe-narrow, random weights on CPU" in said and "routing is that of scores" in said
     assert "layers 1 to 2 again to fill 16" in said and "they say nothing of a GPU" in said
     assert "psr-gated" in said and "× least" in said and "the logical cache" in said
+    assert said.split("first token, ms")[1].split("free generation")[0].count(" 8 ") >= 3
     assert "NO" not in said.split("takes as long")[0]
     assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == ["copies.png", "latency.png"]
     found = json.loads(bench(*narrow, "--generate", 0, "--determinism", 0, "--json"))

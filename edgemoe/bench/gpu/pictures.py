@@ -21,9 +21,13 @@ _PARTS = (
 
 def draw(report: Report, folder: Path) -> list[Path]:
     """Write what can be drawn into `folder`: returns the files."""
-    rows = [row for row in report.rows if row.mean is not None]
-    shares = list(dict.fromkeys(row.share for row in rows if row.slots < report.n_experts))
-    title = f"{report.subject}, {report.card}"
+    return draw_rows(report.rows, report.n_experts, f"{report.subject}, {report.card}", folder)
+
+
+def draw_rows(every: Sequence[Row], n_experts: int, title: str, folder: Path) -> list[Path]:
+    """The same of rows that were kept; n_experts: slots that hold everything."""
+    rows = [row for row in every if row.mean is not None]
+    shares = list(dict.fromkeys(row.share for row in rows if row.slots < n_experts))
     drawn = []
     for name, make in (("latency.png", _distribution), ("copies.png", _decomposition), ("frontier.png", _frontier)):
         figure = make(rows, shares, title)
@@ -47,13 +51,20 @@ def _distribution(rows: Sequence[Row], shares: Sequence[str], title: str) -> Any
     """Figure 2: the share of tokens that are slower than x."""
     if not shares:
         return None
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
     figure, axes = _figure(len(shares), title)
+    names = list(dict.fromkeys(row.name for row in rows if row.share in shares))
     for axis, share in zip(axes, shares, strict=True):
         for row in (row for row in rows if row.share == share):
             slower = 1 - np.linspace(0, 1, len(row.quantiles))
-            style = "-" if row.label == row.name else "--"
-            axis.plot(1e3 * np.array(row.quantiles), slower, style, lw=1.2, label=row.label)
+            # A policy has one colour on all executors.
+            style, colour = "-" if row.label == row.name else "--", f"C{names.index(row.name)}"
+            axis.plot(1e3 * np.array(row.quantiles), slower, style, color=colour, lw=1.2, label=row.label)
         axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_ylabel(f"{share}: share of slower tokens")
         axis.grid(alpha=0.3, which="both")
         axis.legend(fontsize=6)
