@@ -91,6 +91,9 @@ def compare(weights: Weights, name: str, drain: int) -> dict[str, object]:
     totals = [(c.loads, c.misses, c.prefetch + c.demand - c.unused) for c in (host.counters, device.counters)]
     if drain > 1 and totals[0] != totals[1]:
         wrong.append(f"totals {totals}")
+    c = device.counters
+    if c.in_time + c.late + c.unused != c.prefetch:
+        wrong.append(f"prefetches {c}")
     return {"worst": worst, "wrong": wrong, "late": device.counters.late}
 
 

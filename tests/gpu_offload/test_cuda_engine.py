@@ -120,13 +120,19 @@ def test_a_rewind_repeats_bit_for_bit(engine: OffloadEngine) -> None:
     engine.verify()
 
 
-TIMINGS = [{}, {"copy_blocks": 4}, {"copy_blocks": 64}, {"copy_blocks": 1, "delay": 3000}, {"delay": 20_000}]
+TIMINGS = [
+    *({}, {"copy_blocks": 4}, {"copy_blocks": 64}, {"copy_blocks": 1, "delay": 3000}, {"delay": 20_000}),
+    *({"early": False}, {"early": False, "copy_blocks": 64, "delay": 3000}, {"copy_blocks": 2, "delay": 500}),
+]
 
 
 def test_timing_changes_nothing_but_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copy blocks, random delays in copies, repeated runs: the same tokens and the same slots."""
-    found = []
+    """Copy blocks, delays in copies, kernels that begin early or not, repeated runs, other streams: the same tokens and
+    the same slots. Torch hands its streams out in turns: with 40 taken, an executor's own have been had before."""
+    found, taken = [], []
     for timing in [*TIMINGS, {}]:
+        if timing == {"early": False}:
+            taken += [torch.cuda.Stream() for _ in range(40)]
 
         def opened(self: Target, weights, cache, *, n_ctx, chunk, timing=timing):  # type: ignore[no-untyped-def]
             return DeviceExecutor(weights, cache, n_ctx=n_ctx, chunk=chunk, tuning=replace(Tuning(), **timing))
@@ -138,9 +144,44 @@ def test_timing_changes_nothing_but_time(monkeypatch: pytest.MonkeyPatch) -> Non
             engine.verify()
             after, resident = engine.decode(block[-1]), engine.executor.slot_of() >= 0
             c = engine.executor.counters
+            assert c.in_time + c.late + c.unused == c.prefetch > 0
             found.append((logits, block, after, resident, c.loads, c.misses))
+    assert len(taken) == 40
     for other in found[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_a_reset_drains_what_was_under_way(engine: OffloadEngine) -> None:
+    """In the middle of a text, with prefetches that no token has needed yet: every slot holds what it should."""
+    prompt = engine.tokenize(TEXT.encode())
+    first = engine.prefill(prompt)
+    for length in (1, 3, 16):
+        engine.extend(7, length, Options(**GREEDY))  # type: ignore[arg-type]
+        engine.reset()
+        engine.verify()
+        assert (engine.executor.slots.held >= 0).all()  # type: ignore[attr-defined]
+        assert np.array_equal(engine.prefill(prompt), first)
+
+
+def test_a_text_that_ends_within_a_block_ends_there(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays behind the end do nothing: context, logical cache and slots are those of the end."""
+    prompt = engine.tokenize(TEXT.encode())
+    engine.prefill(prompt)
+    block = engine.extend(7, 16, Options(**GREEDY))  # type: ignore[arg-type]
+    at = next(i for i in range(1, 16) if block[i] not in block[:i])
+    engine.reset()
+    engine.prefill(prompt)
+    for token in [7, *block[:at]]:
+        engine.decode(token)
+    resident, after = engine.executor.slot_of() >= 0, engine.decode(block[at])
+    engine.reset()
+    engine.prefill(prompt)
+    monkeypatch.setattr(OffloadEngine, "eos_tokens", frozenset({block[at]}))
+    ended = engine.extend(7, 16, Options(temperature=0.0))
+    assert ended == block[: at + 1] and engine.position == len(prompt) + at + 1
+    assert np.array_equal(engine.executor.slot_of() >= 0, resident)
+    engine.verify()
+    assert np.array_equal(engine.decode(block[at]), after)
 
 
 def allocated() -> int:

@@ -211,3 +211,17 @@ def test_an_observer_is_told_what_ran(tiny):
         engine.reset()
     shapes = {"executed": (4, 24, 4), "scores": (4, 24, 16), "pregate": (4, 24, 16)}
     assert told[0] == (PROMPT[:24], shapes) and told[1][0] == [5] and told[2:] == ["reset"]
+
+
+def test_a_chunk_brings_what_no_slot_held_and_nothing_else(tiny):
+    """Who is evicted within the chunk and comes back keeps the slot: no byte of it crosses the link again."""
+    with make(tiny, policy=POLICIES["exact-lru"], record=True, chunk=64) as engine:
+        held = engine.executor.slots.held.copy()
+        engine.prefill(PROMPT)
+        executed, after = engine.records[0]["executed"], engine.executor.slots.held
+        new = [set(layer.ravel().tolist()) - set(before.tolist()) for layer, before in zip(executed, held, strict=True)]
+        counters = engine.executor.counters
+        assert counters.demand == sum(map(len, new)) > 0 and counters.prefetch == 0 < counters.misses - counters.demand
+        for before, now in zip(held, after, strict=True):
+            stayed = set(before.tolist()) & set(now.tolist())
+            assert all(before[slot] == now[slot] for slot in range(len(now)) if int(before[slot]) in stayed)

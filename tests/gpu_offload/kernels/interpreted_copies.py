@@ -1,0 +1,144 @@
+"""Copies one by one in Triton's interpreter: run as a program, since Triton asks for the interpreter once, when it is
+imported. Prints one JSON object: what each case left behind."""
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+import triton
+import triton.language as tl
+
+from edgemoe.gpu_offload.kernels import copying
+from edgemoe.gpu_offload.kernels.copying import await_copy, begin_copies, serve
+
+E, C, WORDS, CHUNK = 6, 2, 40, 16
+CHUNKS = -(-WORDS // CHUNK)
+SIZES = {"E": E, "C": C, "WORDS": WORDS, "CHUNK": CHUNK, "TILE": CHUNK, "CHUNKS": CHUNKS}
+SLOT, PREDICTED, DEMANDED = 1, 3, 5
+
+
+@triton.jit
+def wait(  # type: ignore[no-untyped-def]
+    record, arena, slots, experts, claims, after, done, queue,
+    E: tl.constexpr, C: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    CHUNKS: tl.constexpr
+):  # fmt: skip
+    await_copy(record, arena, slots, experts, claims, after, done, queue, E, C, WORDS, CHUNK, TILE, CHUNKS)
+
+
+@triton.jit
+def begin(copies, n, claims, done, after, experts, current, CHUNKS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    lane = tl.arange(0, LANES)
+    place = tl.load(copies + 2 * lane + 1, mask=lane < n, other=0)
+    begin_copies(copies, place, n, claims, done, after, experts, current, CHUNKS, LANES)
+
+
+class Copies:
+    """One layer's slots, and what the kernels keep beside them: every slot is whole."""
+
+    def __init__(self) -> None:
+        self.arena = torch.arange(E * WORDS, dtype=torch.int32).view(E, WORDS)
+        self.slots = torch.full((C, WORDS), -1, dtype=torch.int32)
+        self.claims, self.done = (torch.full((2 * C,), CHUNKS, dtype=torch.int32) for _ in range(2))
+        self.after, self.experts = (torch.zeros(2 * C, dtype=torch.int32) for _ in range(2))
+        self.current = torch.zeros(C, dtype=torch.int32)
+        self.queues = [torch.zeros(8, dtype=torch.int32) for _ in range(2)]  # demand, prefetch
+        self.queue, self.stop = torch.zeros(8, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+
+    def ask(self, expert: int, which: int) -> int:
+        """A copy into `SLOT`, queued: its record."""
+        pairs = torch.tensor([expert, SLOT], dtype=torch.int32)
+        begin[(1,)](
+            pairs, 1, self.claims, self.done, self.after, self.experts, self.current, CHUNKS=CHUNKS, LANES=2
+        )  # fmt: skip
+        record = 2 * SLOT + int(self.current[SLOT])
+        self.queues[which][int(self.queue[which])] = record
+        self.queue[which] += 1
+        return record
+
+    def serve(self, most: int) -> None:
+        serve[(1,)](
+            self.arena, self.slots, self.experts, self.claims, self.after, self.done, *self.queues, self.queue,
+            self.stop, DELAY=2, DRAIN=most, **SIZES,
+        )  # fmt: skip
+
+    def wait(self, record: int) -> None:
+        wait[(1,)](
+            record, self.arena, self.slots, self.experts, self.claims, self.after, self.done, self.queue, **SIZES
+        )
+
+    def holds(self, expert: int) -> list[int]:
+        """Which chunks of the slot are this expert's, and whether another slot was touched."""
+        same = (self.slots[SLOT] == self.arena[expert]).tolist()
+        assert (self.slots[1 - SLOT] == -1).all()
+        return [at for at in range(CHUNKS) if all(same[at * CHUNK : (at + 1) * CHUNK])]
+
+    def error(self) -> int:
+        return int(self.queue[3])
+
+
+def cancelled(moved: int) -> dict[str, object]:
+    """A demand copy into the slot of a prefetch of which so many chunks have been moved."""
+    copies = Copies()
+    old = copies.ask(PREDICTED, 1)
+    if moved:
+        copies.serve(moved)
+    before = copies.holds(PREDICTED)
+    new = copies.ask(DEMANDED, 0)
+    after = int(copies.after[new])
+    copies.serve(100)
+    return {
+        "before": before,
+        "waits_for": after,
+        "holds": copies.holds(DEMANDED),
+        "moved_of_the_old": int(copies.done[old]),
+        "records": [old != new, old ^ new],
+        "error": copies.error(),
+    }
+
+
+def main() -> None:
+    found: dict[str, object] = {f"cancelled/{moved}": cancelled(moved) for moved in range(CHUNKS + 1)}
+
+    copies = Copies()  # nobody serves: the waiter moves all of it
+    copies.wait(copies.ask(DEMANDED, 0))
+    found["waited"] = [copies.holds(DEMANDED), copies.error()]
+
+    copies = Copies()  # demand comes first, though it was asked for last
+    copies.ask(PREDICTED, 1)
+    other = Copies()
+    copies.queues[0][0] = 2 * (1 - SLOT)
+    copies.claims[2 * (1 - SLOT)] = copies.done[2 * (1 - SLOT)] = 0
+    copies.experts[2 * (1 - SLOT)] = DEMANDED
+    copies.queue[0] = 1
+    copies.serve(CHUNKS)
+    found["first"] = [
+        bool((copies.slots[1 - SLOT] == other.arena[DEMANDED]).all()), bool((copies.slots[SLOT] == -1).all()),
+    ]  # fmt: skip
+
+    copies = Copies()  # the text has ended: nothing is moved
+    copies.ask(DEMANDED, 0)
+    copies.stop[0] = 1
+    copies.serve(100)
+    found["stopped"] = copies.holds(DEMANDED)
+
+    copying.PATIENCE = tl.constexpr(20)
+    copies = Copies()  # who claimed the last chunk never moves it
+    record = copies.ask(DEMANDED, 0)
+    copies.claims[record], copies.done[record] = CHUNKS, CHUNKS - 1
+    copies.wait(record)
+    found["gave_up"] = copies.error()
+    copies = Copies()  # nor does a cancelled copy's
+    old = copies.ask(PREDICTED, 1)
+    copies.claims[old] = 1
+    copies.ask(DEMANDED, 0)
+    copies.serve(100)
+    found["gave_up_on_the_old"] = copies.error()
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

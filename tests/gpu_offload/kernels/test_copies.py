@@ -1,0 +1,52 @@
+"""Copies that the device decides, issues and waits for: what one can see of them without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the GPU tier needs torch (pip install edgemoe[gpu])")
+pytest.importorskip("triton", reason="the GPU tier needs Triton (pip install edgemoe[gpu])")
+
+CHUNKS = [0, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    program = Path(__file__).with_name("interpreted_copies.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    read: dict[str, Any] = json.loads(done.stdout)
+    return read
+
+
+@pytest.mark.parametrize("moved", range(4))
+def test_a_demand_copy_cancels_the_prefetch_in_its_slot(found: dict[str, Any], moved: int) -> None:
+    """However much of it was there: the rest is never moved, and what was in flight comes first."""
+    case = found[f"cancelled/{moved}"]
+    assert case["before"] == CHUNKS[:moved] and case["waits_for"] == case["moved_of_the_old"] == moved
+    assert case["holds"] == CHUNKS and case["error"] == 0
+    assert case["records"] == [True, 1]  # the other one of its slot
+
+
+def test_a_waiter_moves_what_nobody_has_claimed(found: dict[str, Any]) -> None:
+    assert found["waited"] == [CHUNKS, 0]
+
+
+def test_demand_goes_before_prefetch(found: dict[str, Any]) -> None:
+    """With time for one copy, that is which; the other has not begun."""
+    assert found["first"] == [True, True]
+
+
+def test_nothing_is_moved_once_the_text_has_ended(found: dict[str, Any]) -> None:
+    assert found["stopped"] == []
+
+
+def test_a_spin_is_bounded_and_says_so(found: dict[str, Any]) -> None:
+    """A chunk that is claimed and never arrives: an expert's, and one of a cancelled copy."""
+    assert found["gave_up"] == 2 and found["gave_up_on_the_old"] == 1
