@@ -147,6 +147,8 @@ class DeviceExecutor:
 
     @torch.inference_mode()
     def extend(self, token: int, position: int, count: int, options: Options, ends: frozenset[int]) -> Sequence[int]:
+        """As `Executor.extend`. Interrupted between two launches, the tokens that were launched run to their end, and
+        `restore` waits for them: no token is cut, and no copy."""
         if not supported(options):
             return self._extend_by_host(token, position, count, options, ends)
         # Only what is drawn depends on the options; what a graph was captured for, its key says.
@@ -187,6 +189,8 @@ class DeviceExecutor:
 
     @torch.inference_mode()
     def reset(self) -> None:
+        """As `Executor.reset`. Reading the state waits for all tokens that were launched, and no token's copies outlast
+        it: nothing is under way when slots are given out anew."""
         before = self.slot_of()
         self.records.look(before)
         self._policy.state.reset()

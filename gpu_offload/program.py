@@ -210,5 +210,6 @@ class TokenProgram:
             return self._side.record_event()
 
     def _join(self, event: "torch.cuda.Event | None") -> None:
+        """A capture must end with every stream that was forked from it; so no copy outlasts its token."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)

@@ -30,7 +30,7 @@ class Decisions:
     slots: torch.Tensor  # [L, k] int32, where they lie
     weights: torch.Tensor  # [L, k] float32
     own: torch.Tensor  # [L, k] int32, the router's own top-K
-    copies: torch.Tensor  # [L, k + n, 2] int32, (expert, slot)
+    copies: torch.Tensor  # [L, k + n, 2] int32, (expert, slot): all that part 2 and part 1 (n ≤ w) can ask for
     counts: torch.Tensor  # [L, 3] int32: executed, demand, prefetch
 
     @classmethod

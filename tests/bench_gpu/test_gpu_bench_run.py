@@ -181,6 +181,7 @@ def test_a_prompt_brings_what_is_not_resident_once() -> None:
         ("resident", 8, 40), ("exact-lru", 4, 40), ("psr", 4, 40),
     ]  # fmt: skip
     resident, *others = report.prompts
+    assert len({one.config for one in report.prompts} | {row.config for row in report.rows}) == 3 + len(report.rows)
     assert resident.union_bytes == resident.copied_bytes == 0 and resident.over_limit == pytest.approx(1)
     for one in others:
         # 40 tokens with two experts each execute all 8: the half that is not warm comes, in each of 3 layers.

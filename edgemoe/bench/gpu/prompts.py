@@ -17,6 +17,8 @@ import torch
 
 from edgemoe.bench.gpu.clocks import DEVICE, Arm, executor_of, label
 from edgemoe.bench.gpu.limits import resident_arm
+from edgemoe.bench.gpu.measure import Timed
+from edgemoe.bench.gpu.rows import config_of
 from edgemoe.bench.gpu.subject import Subject
 from edgemoe.errors import UserError
 from edgemoe.gpu_offload.executor import Executor
@@ -34,6 +36,8 @@ class Prompted:
     share: str
     slots: int
     executor: str
+    config: str
+    """As a row's: all that decides what is computed."""
     tokens: int
     rounds: tuple[float, ...]
     """From the call to the logits behind the last token, each after a reset."""
@@ -101,6 +105,7 @@ def _ids(subject: Subject, tokens: int) -> np.ndarray:
 
 def _one(subject: Subject, arm: Arm, ids: np.ndarray, link: float, floor: float | None) -> Prompted:
     executor = executor_of(subject, arm, n_ctx=len(ids), chunk=len(ids))
+    name = f"{executor.name}, chunk {len(ids)}"
     try:
         measured = [_round(executor, ids) for _ in range(ROUNDS + 1)][1:]  # the first compiles
     finally:
@@ -114,6 +119,7 @@ def _one(subject: Subject, arm: Arm, ids: np.ndarray, link: float, floor: float 
         share=arm.share,
         slots=arm.slots,
         executor=arm.executor,
+        config=config_of(subject, Timed(arm, name)),
         tokens=len(ids),
         rounds=seconds,
         union_bytes=union,
