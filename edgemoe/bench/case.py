@@ -77,9 +77,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Replay:
-    """Seconds that a round's reads take without inference, layer by layer: into memory as the experts' is (huge pages,
-    too many for the processor's cache), and into one buffer per reader, which stays in that cache."""
+    """Seconds that a round's reads took in the run, and take without inference, layer by layer: into memory as the
+    experts' is (huge pages, too many for the processor's cache), and into one buffer per reader, which stays in that
+    cache."""
 
+    busy_s: float
     alone_s: float
     buffer_s: float
 
@@ -207,7 +209,7 @@ class _Measured:
 
 
 def _replay(log: ReadLog, readers: int) -> Replay:
-    return Replay(replay(log, readers=readers, spread=SPREAD), replay(log, readers=readers))
+    return Replay(log.busy_s, replay(log, readers=readers, spread=SPREAD), replay(log, readers=readers))
 
 
 def drop_pages(path: Path) -> None:

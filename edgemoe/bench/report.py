@@ -16,13 +16,15 @@ SPEEDUP, REPLAY, LONGEST, WALL, EARLY = 5.0, 0.85, 1.2, 0.20, 0.80
 class Reading:
     """Where a step of the tier goes, in seconds, and what it reads. Medians over rounds.
 
-    `alone_s`, `buffer_s`: the same reads without inference (`case.Replay`). `early`: the share of reads that were
+    `busy_s`: a read was queued or under way; `alone_s`, `buffer_s`: the same reads without inference (`case.Replay`).
+    `early`: the share of reads that were
     issued a layer early. `hit_rate`: the share of distinct experts per layer that were in RAM.
     """
 
     wait_s: float
     compute_s: float
     policy_s: float
+    busy_s: float | None
     alone_s: float | None
     buffer_s: float | None
     read_bytes: float
@@ -33,23 +35,22 @@ class Reading:
 
     @property
     def alone_share(self) -> float | None:
-        """The replay's time over the wait: 1 where the tier adds nothing to the disk. Of demand reads only."""
-        return self._of_wait(self.alone_s)
+        """The replay's time over the run's: 1 where the tier adds nothing to the disk. Of demand reads only: what is
+        read early gives way to them."""
+        return self._of_busy(self.alone_s)
 
     @property
     def buffer_share(self) -> float | None:
         """The same of the replay into one buffer per reader: what any memory for experts costs counts against it."""
-        return self._of_wait(self.buffer_s)
+        return self._of_busy(self.buffer_s)
 
-    def _of_wait(self, seconds: float | None) -> float | None:
-        return None if seconds is None or not self.wait_s or self.early else seconds / self.wait_s
+    def _of_busy(self, seconds: float | None) -> float | None:
+        return None if seconds is None or not self.busy_s or self.early else seconds / self.busy_s
 
     @property
     def hidden(self) -> float | None:
         """The share of the time that reads take which computing hid."""
-        if not self.alone_s or not self.early:
-            return None
-        return max(1 - self.wait_s / self.alone_s, 0.0)
+        return max(1 - self.wait_s / self.busy_s, 0.0) if self.busy_s else None
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ def _reading(side: Side) -> Reading:
         name: sum(one.counted[name] for one in side.rounds)
         for name in ("demand_reads", "prefetch_reads", "prefetch_in_time", "distinct")
     }
+    busy = [one.replay.busy_s / len(one.seconds) for one in side.rounds if one.replay]
     alone = [one.replay.alone_s / len(one.seconds) for one in side.rounds if one.replay]
     buffer = [one.replay.buffer_s / len(one.seconds) for one in side.rounds if one.replay]
     reads, early = total["demand_reads"] + total["prefetch_reads"], total["prefetch_reads"]
@@ -124,6 +126,7 @@ def _reading(side: Side) -> Reading:
         wait_s=side.median("demand_wait_s"),
         compute_s=side.median("compute_s"),
         policy_s=side.median("policy_s"),
+        busy_s=median(busy) if busy else None,
         alone_s=median(alone) if alone else None,
         buffer_s=median(buffer) if buffer else None,
         read_bytes=median((one.per_step("demand_bytes") + one.per_step("prefetch_bytes")) for one in side.rounds),
@@ -146,7 +149,7 @@ def reason(what: str, side: dict[str, Any]) -> str:
     """What a missed bar of this name is owed to. side: the tier's side of the case, as in `as_json`."""
     if what.endswith("max(reads, computing) − 1"):
         return "exact routing: a layer's reads begin when its router has spoken, so they and computing take turns"
-    if what.endswith("a reused buffer / the wait"):
+    if what.endswith("a reused buffer / in the run"):
         return "that buffer stays in the processor's cache, as no expert's memory does: the bar above is like with like"
     reading = side["reading"]
     if what.endswith("step / max(reads, computing)") and reading["in_time"] is not None:
@@ -179,7 +182,7 @@ def _bars_of(report: Report, result: Result) -> list[Bar]:
         found.append(_speedup(report, result, name))
     for into, share in (("memory as experts' is", reading.alone_share), ("a reused buffer", reading.buffer_share)):
         if share is not None:
-            what = f"{name}: the same reads alone, into {into} / the wait"
+            what = f"{name}: the same reads alone, into {into} / in the run"
             found.append(Bar(what, share, f"≥ {REPLAY:g}", share >= REPLAY))
     if reading.early >= EARLY and (longest := over_longest(ours)) is not None:
         found.append(Bar(f"{name}: step / max(reads, computing)", longest, f"≤ {LONGEST}", longest <= LONGEST))

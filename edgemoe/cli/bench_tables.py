@@ -100,12 +100,12 @@ def _reads(report: Report) -> Table:
 
 
 def _alone(report: Report) -> Table:
-    """The same reads without inference, beside the wait and what the disk gives."""
+    """The same reads without inference, beside what they took in the run and what the disk gives."""
     from edgemoe.bench.report import rows_of
     from edgemoe.cli.output import table
     from edgemoe.units import format_bytes
 
-    made = table("reads alone", "ms", "/ waiting", "bytes/s", "of the disk", "into a buffer", "/ waiting")
+    made = table("reads alone", "ms", "/ in the run", "bytes/s", "of the disk", "into a buffer", "/ in the run")
     for result in report.results:
         if (reading := rows_of(result)[0].reading) is None:
             continue

@@ -14,7 +14,9 @@ from edgemoe.cli import bench_tables as tables
 from edgemoe.policy import preset
 
 
-def measured(seconds: float, wait: float, alone: float, early: float = 0, steps: int = 4) -> Round:
+def measured(
+    seconds: float, wait: float, alone: float, early: float = 0, steps: int = 4, busy: float | None = None
+) -> Round:
     counted = {
         "demand_wait_s": wait * steps,
         "compute_s": (seconds - wait) * steps,
@@ -26,7 +28,7 @@ def measured(seconds: float, wait: float, alone: float, early: float = 0, steps:
         "prefetch_bytes": 1e6 * steps * early,
         "distinct": 40.0 * steps,
     }
-    return Round([seconds] * steps, counted, 10**9, Replay(alone * steps, alone * steps / 2))
+    return Round([seconds] * steps, counted, 10**9, Replay((busy or wait) * steps, alone * steps, alone * steps / 2))
 
 
 def side(*rounds: Round) -> Side:
@@ -76,17 +78,17 @@ def test_a_speedup_is_the_median_of_the_rounds_own() -> None:
 def test_bars_of_replays_and_of_the_wall() -> None:
     outcome = Outcome(EXACT, side(measured(0.2, 0.1, 0.09)), None)
     found = verdicts(Result(outcome, said(wall=10, serial=5.5)))
-    assert found["recorded ×1: the same reads alone, into memory as experts' is / the wait"] is True
-    assert found["recorded ×1: the same reads alone, into a reused buffer / the wait"] is False
+    assert found["recorded ×1: the same reads alone, into memory as experts' is / in the run"] is True
+    assert found["recorded ×1: the same reads alone, into a reused buffer / in the run"] is False
     assert found["recorded ×1: measured / the wall's max(reads, computing) − 1"] is False
     assert found["recorded ×1: measured / the wall's reads + computing − 1"] is True
 
 
 def test_reads_issued_early_are_judged_by_what_computing_hides() -> None:
     early = Case("random", 1, "speculative", preset("speculative"))
-    hidden = Outcome(early, side(measured(0.11, 0.01, 0.08, early=0.9)), None)
+    hidden = Outcome(early, side(measured(0.11, 0.01, 0.08, early=0.9, busy=0.1)), None)
     (row,) = rows_of(Result(hidden, None))
-    assert row.reading is not None and row.reading.hidden == pytest.approx(1 - 0.01 / 0.08)
+    assert row.reading is not None and row.reading.hidden == pytest.approx(1 - 0.01 / 0.1)
     assert row.reading.alone_share is None
     name = f"{early.name}: step / max(reads, computing)"
     assert verdicts(Result(hidden, None))[name] is True
@@ -123,7 +125,7 @@ def test_a_missed_bar_says_what_it_is_owed_to_and_no_other_does() -> None:
     assert all(bool(bar.why) == (bar.holds is False) for bar in found.values())
     why = {what.split(": ")[1]: bar.why for what, bar in found.items()}
     assert "its router has spoken" in why["measured / the wall's max(reads, computing) − 1"]
-    assert why["the same reads alone, into memory as experts' is / the wait"].startswith("8 steps in 2 rounds")
+    assert why["the same reads alone, into memory as experts' is / in the run"].startswith("8 steps in 2 rounds")
     assert why["step / max(reads, computing)"] == (
         "100% of the reads that were issued early were there in time, 100 of 200 ms are still waited for"
     )
