@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
+from edgemoe.bench.bars import Bar
 from edgemoe.bench.case import Outcome, Side, spread
 from edgemoe.bench.ssd import Report, Result
 from edgemoe.units import format_bytes
@@ -72,18 +73,6 @@ class Row:
     fetched_bytes: float | None  # mmap: from the disk per step, as the kernel counts
     group_peak: int | None
     problem: str
-
-
-@dataclass(frozen=True)
-class Bar:
-    """Something that the tier is held to. `holds` is None where it could not be measured; `why` says why not, or what a
-    miss is owed to."""
-
-    what: str
-    value: float | None
-    bar: str
-    holds: bool | None
-    why: str = ""
 
 
 def rows_of(result: Result) -> list[Row]:

@@ -188,14 +188,9 @@ def _determinism(report: Report) -> Table:
 
 def _bars(report: Report) -> Table:
     from edgemoe.bench.gpu.report import bars
-    from edgemoe.cli.output import table
+    from edgemoe.cli.bench_tables import bars_table
 
-    made = table("held to", "measured", "bar", "", left=("bar",))
-    for bar in bars(report):
-        said = "–" if bar.holds is None else "holds" if bar.holds else "MISSED"
-        value = "" if bar.value is None else f"{bar.value:.2f}"
-        made.add_row(bar.what, value, bar.bar, said + (f" ({bar.why})" if bar.why else ""))
-    return made
+    return bars_table(bars(report))
 
 
 def _notes(report: Report) -> list[str]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rich.table import Table
 
+    from edgemoe.bench.bars import Bar
     from edgemoe.bench.ssd import Report
 
 
@@ -192,10 +195,16 @@ def _quality(report: Report) -> Table:
 
 def _bars(report: Report) -> Table:
     from edgemoe.bench.report import bars
+
+    return bars_table(bars(report))
+
+
+def bars_table(bars: Iterable[Bar]) -> Table:
+    """What a tier is held to, and whether it keeps it."""
     from edgemoe.cli.output import table
 
     made = table("held to", "measured", "bar", "", left=("bar",))
-    for bar in bars(report):
+    for bar in bars:
         verdict = "–" if bar.holds is None else "holds" if bar.holds else "MISSED"
         value = "–" if bar.value is None else f"{bar.value:.2f}"
         made.add_row(bar.what, value, bar.bar, verdict + (f" ({bar.why})" if bar.why else ""))

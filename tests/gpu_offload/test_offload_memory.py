@@ -8,30 +8,15 @@ torch = pytest.importorskip("torch", reason="the GPU tier needs torch (pip insta
 
 from offload_engines import POLICIES, TINY, made_up_calibration, make  # noqa: E402
 
+from edgemoe.bench.gpu.geometry import GEOMETRIES  # noqa: E402
 from edgemoe.errors import UserError  # noqa: E402
 from edgemoe.gpu_offload.memory import GPU_RESERVE, Room, choose_slots, need, prior_bytes  # noqa: E402
-from edgemoe.gpu_offload.shape import Shape, read_shape  # noqa: E402
+from edgemoe.gpu_offload.shape import read_shape  # noqa: E402
 from edgemoe.model.synthetic import write_synthetic  # noqa: E402
 from edgemoe.policy import LogicalCache, Policy, preset  # noqa: E402
 from edgemoe.units import Residency  # noqa: E402
 
-OLMOE = Shape(
-    n_layers=16,
-    d_model=2048,
-    n_heads=16,
-    n_kv_heads=16,
-    d_head=128,
-    n_experts=64,
-    top_k=8,
-    d_expert=1024,
-    n_vocab=50304,
-    n_ctx=4096,
-    rope_theta=10_000.0,
-    norm_eps=1e-5,
-    norm_topk=False,
-    clip_qkv=None,
-    tied_output=False,
-)
+OLMOE = GEOMETRIES["olmoe-1b-7b"]
 GB = 10**9
 
 

@@ -1,8 +1,9 @@
 """A report as one JSON object, and the bars that the GPU tier is held to."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from edgemoe.bench.bars import Bar
 from edgemoe.bench.gpu.against import Split
 from edgemoe.bench.gpu.determinism import verdict
 from edgemoe.bench.gpu.rows import Row, is_preset
@@ -10,17 +11,6 @@ from edgemoe.bench.gpu.run import Report
 
 FAR_MS, FAR_SHARE, TIMELINE, PROMPT = 0.9, 0.60, 1.20, 1.25
 AGAINST = {"50%": 4.0, "25%": 2.5}  # times llama.cpp, of psr-gated at λ = 0.2
-
-
-@dataclass(frozen=True)
-class Bar:
-    """Something that the tier is held to. `holds` is None where it could not be measured, or does not apply here."""
-
-    what: str
-    value: float | None
-    bar: str
-    holds: bool | None
-    why: str = ""
 
 
 def bars(report: Report) -> list[Bar]:
