@@ -4,6 +4,7 @@ import numpy as np
 import torch
 import triton
 
+from edgemoe.gpu_offload.grouped import rows_by_expert
 from edgemoe.gpu_offload.kernels import grouped
 from edgemoe.gpu_offload.shape import Shape
 
@@ -20,14 +21,9 @@ class ChunkExperts:
     """
 
     def __init__(self, h: torch.Tensor, executed: np.ndarray, held: dict[int, int], shape: Shape) -> None:
-        flat = executed.reshape(-1)
-        order = np.argsort(flat, kind="stable").astype(np.int32)
-        order = order[flat[order] >= 0]
-        experts, starts = np.unique(flat[order], return_index=True)
-        ends = [*starts[1:], len(order)]
-        self.experts: list[int] = experts.tolist()
-        spans = {e: (int(a), int(b)) for e, a, b in zip(self.experts, starts, ends, strict=True)}
-        mean = len(order) // max(len(experts), 1)
+        order, spans = rows_by_expert(executed)
+        self.experts = list(spans)
+        mean = len(order) // max(len(spans), 1)
         self._rows = min(max(triton.next_power_of_2(max(mean, 1)), _FEWEST), _MOST)
         here = [e for e in self.experts if e in held]
         tiles: list[tuple[int, int, int]] = []
@@ -37,7 +33,7 @@ class ChunkExperts:
             tiles += [(held.get(e, 0), at, min(at + self._rows, b)) for at in range(a, b, self._rows)]
             self._tiles[e] = (first, len(tiles) - first)
         self._held = sum(self._tiles[e][1] for e in here)
-        told = torch.from_numpy(np.concatenate([order, np.array(tiles, np.int32).reshape(-1)]))
+        told = torch.from_numpy(np.concatenate([order.astype(np.int32), np.array(tiles, np.int32).reshape(-1)]))
         if h.device.type == "cuda":
             told = told.pin_memory().to(h.device, non_blocking=True)
         self._order, self._spans = told[: len(order)], told[len(order) :]

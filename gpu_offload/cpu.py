@@ -50,6 +50,9 @@ class CpuExecutor(HostExecutor):
         logits = product(rms_norm(last, self.weights.norm, self.weights.shape.norm_eps), self.weights.output).numpy()
         return logits if all_rows else logits[0]
 
+    def close(self) -> None:
+        """Nothing to give back early: the memory goes with the object."""
+
     def _decode(self, x: torch.Tensor, position: int) -> torch.Tensor:
         """One token: part 2 of a layer, part 1 of the next, then the experts."""
         n_layers = self.weights.shape.n_layers
@@ -109,7 +112,7 @@ class CpuExecutor(HostExecutor):
         slot_of[:] = kept_in_place(slot_of, self.slots.held[layer])
         c.loads += int((executed >= 0).sum())
         c.misses += int(self.decisions.counts[layer, : len(executed), 1].sum())
-        held = {int(expert): slot for slot, expert in enumerate(self.slots.held[layer]) if expert >= 0}
+        held = self.slots.places(layer)
         grouped = Grouped(h, executed, product)
         for e in [e for e in grouped.experts if e in held]:
             grouped.run(e, self.slots.views(layer, held[e]))

@@ -8,6 +8,17 @@ from edgemoe.gpu_offload.arithmetic import Product, run_expert
 from edgemoe.gpu_offload.executor import Counters
 
 
+def rows_by_expert(executed: np.ndarray) -> tuple[np.ndarray, dict[int, tuple[int, int]]]:
+    """executed [T, k], −1 where a gate was elided: the places t · k + i of all others [N], those of one expert side by
+    side, and each expert's span of them, in index order."""
+    flat = executed.reshape(-1)
+    order = np.argsort(flat, kind="stable")
+    order = order[flat[order] >= 0]
+    experts, starts = np.unique(flat[order], return_index=True)
+    ends = [*starts[1:].tolist(), len(order)]
+    return order, dict(zip(experts.tolist(), zip(starts.tolist(), ends, strict=True), strict=True))
+
+
 class Grouped:
     """Rows of h [T, d] by the expert that executes them; `experts` are all of them, in index order.
 
@@ -15,12 +26,8 @@ class Grouped:
     """
 
     def __init__(self, h: torch.Tensor, executed: np.ndarray, multiply: Product) -> None:
-        flat = executed.reshape(-1)
-        order = np.argsort(flat, kind="stable")
-        order = order[flat[order] >= 0]
-        experts, starts = np.unique(flat[order], return_index=True)
-        self.experts: list[int] = experts.tolist()
-        self._spans = dict(zip(self.experts, zip(starts, [*starts[1:], len(order)], strict=True), strict=True))
+        order, self._spans = rows_by_expert(executed)
+        self.experts = list(self._spans)
         self._shape = executed.shape
         self._order = _on(torch.from_numpy(order), h.device)
         self._rows = h[self._order // executed.shape[1]]

@@ -18,7 +18,6 @@ from edgemoe.gpu_offload.executor import Counters, kept_in_place
 from edgemoe.gpu_offload.grouped import Grouped, count_settled
 from edgemoe.gpu_offload.host_driven_layers import TokenLayers
 from edgemoe.gpu_offload.host_driven_link import Arrival, Link
-from edgemoe.gpu_offload.slots import NOTHING
 
 BUFFERS = 3  # experts on their way, running, and being moved
 
@@ -65,9 +64,9 @@ class HostPrompt:
 
     def _union(self, layer: int, h: torch.Tensor, scores: torch.Tensor, executed: np.ndarray) -> torch.Tensor:
         """The experts of a chunk, each once: those in slots first, then the others as they arrive. [T, d]."""
-        slot_of, held, slots, c = self._slot_of[layer], self._slots.held[layer], self._slots, self._counters
-        slot_of[:] = kept_in_place(slot_of, held)
-        where = {int(expert): slot for slot, expert in enumerate(held) if expert >= 0}
+        slot_of, slots, c = self._slot_of[layer], self._slots, self._counters
+        slot_of[:] = kept_in_place(slot_of, slots.held[layer])
+        where = slots.places(layer)
         grouped = Grouped(h, executed, self._layers.multiply)
         missing = [e for e in grouped.experts if e not in where]
         c.loads += int((executed >= 0).sum())
@@ -80,9 +79,7 @@ class HostPrompt:
             grouped.run(e, expert_views(content, self._weights.shape, self._weights.dtype))
             slot = int(slot_of[e])
             if slot >= 0:
-                held[slot] = NOTHING
-                slots.bytes[layer, slot].copy_(content)
-                held[slot] = e
+                slots.put(layer, e, slot, content)
         count_settled(c, len(slots.settle(layer, slot_of)))
         chosen = torch.from_numpy(executed.astype(np.int64)).to(h.device)
         return grouped.mixed(mixing_weights(scores, chosen, self._weights.shape.norm_topk))

@@ -1,6 +1,7 @@
 """What executors share whose logical cache is the host's own: everything but how a step is computed and moved."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,7 +15,7 @@ from edgemoe.gpu_offload.slots import Slots
 from edgemoe.gpu_offload.weights import Weights
 
 
-class HostExecutor:
+class HostExecutor(ABC):
     """Most of an `edgemoe.gpu_offload.executor.Executor`."""
 
     def __init__(self, weights: Weights, decisions: Decisions) -> None:
@@ -22,8 +23,9 @@ class HostExecutor:
         self._state = decisions.cache.state
         self.slots = Slots(weights.arena, int(self._state.capacity), weights.embedding.device)
 
+    @abstractmethod
     def step(self, tokens: np.ndarray, position: int, *, all_rows: bool = False) -> np.ndarray:
-        raise NotImplementedError
+        """As the protocol says."""
 
     def extend(self, token: int, position: int, count: int, options: Options, ends: frozenset[int]) -> Sequence[int]:
         chosen: list[int] = []
@@ -65,9 +67,6 @@ class HostExecutor:
 
     def verify(self) -> None:
         self.slots.verify(self._state.slot_of)
-
-    def close(self) -> None:
-        """Nothing to give back early: the memory goes with the object."""
 
     @contextmanager
     def _timed(self, counter: str) -> Iterator[None]:

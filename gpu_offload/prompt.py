@@ -17,7 +17,7 @@ from edgemoe.gpu_offload.executor import Counters, kept_in_place
 from edgemoe.gpu_offload.grouped import count_settled
 from edgemoe.gpu_offload.kernels.device_policy import Decisions, DevicePolicy
 from edgemoe.gpu_offload.program import TokenProgram
-from edgemoe.gpu_offload.slots import NOTHING, Slots
+from edgemoe.gpu_offload.slots import Slots
 from edgemoe.gpu_offload.staging import Staged, Staging
 from edgemoe.gpu_offload.weights import Weights
 
@@ -95,7 +95,7 @@ class Prompt:
         sizes, executed, said, likely = self._ask(layer, decided, len(h))
         held, staging = self.slots.held[layer], self._staging
         slot_of[:] = kept_in_place(said, held)
-        where = {int(expert): slot for slot, expert in enumerate(held) if expert >= 0}
+        where = self.slots.places(layer)
         products = ChunkExperts(h.to(self.weights.dtype), executed, where, self.weights.shape)
         missing = [e for e in products.experts if e not in where]
         counters.loads += int((executed >= 0).sum())
@@ -119,9 +119,7 @@ class Prompt:
             content = staging.arrived(sent[e])
             products.run(e, content)
             if slot_of[e] >= 0:
-                held[slot_of[e]] = NOTHING
-                self.slots.bytes[layer, slot_of[e]].copy_(content)
-                held[slot_of[e]] = e
+                self.slots.put(layer, e, int(slot_of[e]), content)
             staging.release(sent[e])
             send()
         if layer + 1 < len(self.slots.held):

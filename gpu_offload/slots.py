@@ -21,9 +21,17 @@ class Slots:
 
     def copy(self, layer: int, expert: int, slot: int) -> None:
         """Bring an expert into a slot. Interrupted, the slot holds nothing."""
+        self.put(layer, expert, slot, self.arena.bytes[layer, expert])
+
+    def put(self, layer: int, expert: int, slot: int, content: torch.Tensor) -> None:
+        """The same from wherever the expert's bytes are."""
         self.held[layer, slot] = NOTHING
-        self.bytes[layer, slot].copy_(self.arena.bytes[layer, expert])
+        self.bytes[layer, slot].copy_(content)
         self.held[layer, slot] = expert
+
+    def places(self, layer: int) -> dict[int, int]:
+        """The slot of each expert whose bytes one of this layer's has."""
+        return {expert: slot for slot, expert in enumerate(self.held[layer].tolist()) if expert != NOTHING}
 
     def stage(self, layer: int, expert: int) -> ExpertViews:
         """Bring an expert that has no slot into the staging buffer, where the next one replaces it."""

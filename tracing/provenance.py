@@ -43,15 +43,7 @@ def provenance(
     return {
         **of_model(model, session.description, session.bos, top_k, n_experts),
         "source": f"edgemoe {__version__} trace (llama.cpp eval callback, weights untouched)",
-        "texts": [
-            {
-                "domain": text.source.domain,
-                "file": text.source.path.name,
-                "sha256": text.sha256,
-                "tokens": len(text.tokens),
-            }
-            for text in texts
-        ],
+        "texts": described(texts),
         "settings": {
             **dataclasses.asdict(settings),
             "n_threads": session.n_threads,
@@ -80,3 +72,16 @@ def of_model(
         "bos": bos,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def described(texts: Sequence[Text]) -> list[dict[str, Any]]:
+    """Texts as a file's `meta` names them."""
+    return [
+        {
+            "domain": text.source.domain,
+            "file": text.source.path.name,
+            "sha256": text.sha256,
+            "tokens": len(text.tokens),
+        }
+        for text in texts
+    ]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +25,7 @@ from edgemoe.policy import Policy
 from edgemoe.progress import Advance
 from edgemoe.tracing.capture import Report, Settings
 from edgemoe.tracing.output import claim
+from edgemoe.tracing.provenance import described
 from edgemoe.tracing.selfcheck import failures
 from edgemoe.tracing.texts import Source, Text, Window, cut_windows, read_sources, tokenize_texts
 from edgemoe.tracing.tracefile import save_trace
@@ -52,7 +52,7 @@ def calibrate_folder(
     loaded, texts, windows = _opened(model, sources, out, settings, overwrite, dtype, device)
     whole = [window.tokens for window in windows if len(window.tokens) > 1]
     with watch(sum(map(len, whole))) as advance:
-        found = calibrate_model(loaded, whole, texts=_described(texts), advance=advance)
+        found = calibrate_model(loaded, whole, texts=described(texts), advance=advance)
     found.save(out)
     return found
 
@@ -98,7 +98,7 @@ def trace_folder(
     trace = trace_of(records, about, out.stem, [window.domain for window in windows[: len(records)]])
     wrong = failures(trace.experts, n_experts, trace.windows, report.layers, trace.tokens)
     said = {
-        "texts": _described(texts),
+        "texts": described(texts),
         "settings": asdict(settings),
         "partial": partial,
         "self_check": wrong or "passed",
@@ -160,10 +160,3 @@ def _opened(
     transformers.utils.logging.disable_progress_bar()  # progress is the command's to show
     loaded, _ = load(model.path, dtype=dtype or "bfloat16", device=device or "cpu")
     return loaded, texts, cut_windows(texts, settings.n_ctx, words.bos)
-
-
-def _described(texts: Sequence[Text]) -> list[dict[str, Any]]:
-    return [
-        {"domain": t.source.domain, "file": t.source.path.name, "sha256": t.sha256, "tokens": len(t.tokens)}
-        for t in texts
-    ]
