@@ -59,6 +59,7 @@ def test_every_row_decides_and_copies_what_the_host_does() -> None:
     assert len({row.config for row in rows.values()}) == 6
     assert {(one.slower, one.faster) for one in report.beside} == set()  # window 3 is no preset's
     assert [one.tokens for one in report.generated] == [3] * 6
+    assert len({one.config for one in report.generated} | {row.config for row in rows.values()}) == 12
     assert report.ended.rounds == 2 and report.ended.why == "" and len(told) >= 3
     found = as_json(report)
     assert json.loads(json.dumps(found, allow_nan=False))["rows"][0]["name"] == "resident"
@@ -128,6 +129,7 @@ def test_timing_changes_text_on_the_physical_cache_alone() -> None:
     found = determinism(tiny_subject(), 3, 2e6, 24)
     logical, physical = ([one for one in found if one.cache == cache] for cache in ("logical", "physical"))
     assert all(one.same and one.problem == "" and len(one.tokens) == 24 for one in logical) and len(logical) == 8
+    assert len({one.config for one in found}) == len(found) - 3  # each executor and cache once again
     [slowed] = [one for one in physical if one.how.startswith("link slowed")]
     assert not slowed.same
     assert verdict(found) == {"logical": True, "physical": False}

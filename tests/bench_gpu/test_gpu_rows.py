@@ -13,7 +13,7 @@ from gpu_subjects import TINY
 
 from edgemoe.bench.gpu.against import against_llamacpp, fields_of, splits_of, written
 from edgemoe.bench.gpu.choices import DEFAULT, parse_lambdas, parse_policies
-from edgemoe.bench.gpu.frontier import at_equal_kl, family_of, read_quality
+from edgemoe.bench.gpu.frontier import Quality, at_equal_kl, family_of, read_quality
 from edgemoe.bench.gpu.rows import Row, beside, executors_beside, is_preset
 from edgemoe.errors import UserError
 from edgemoe.evaluation.results import Header, Item, ModelId, Task
@@ -55,41 +55,92 @@ def test_a_preset_is_one_wherever_its_scale_comes_from() -> None:
     assert not is_preset(row(preset("psr-gated"), [1.0]), "psr")
 
 
-def test_equal_kl_interpolates_the_best_family_in_every_round() -> None:
-    def prior(lam, kl, rounds, **more):
-        return row(preset("cache-prior", lam=lam, **more), rounds, kl)
+def prior(lam, kl, rounds, **more):
+    return row(preset("cache-prior", lam=lam, **more), rounds, kl, name=f"prior {lam:g}")
 
+
+def test_equal_kl_interpolates_the_best_family_in_every_round() -> None:
     steered = row(preset("psr-gated"), [3.0, 3.3, 2.7], kl=0.02)
-    lru = [prior(0.1, 0.01, [8.0, 8.0, 8.0]), prior(0.3, 0.03, [2.0, 2.0, 2.0])]  # 4 between them, on a log scale
+    # On log scales 0.02 is the middle of 0.01 and 0.04, and 4 that of 8 and 2.
+    lru = [prior(0.1, 0.01, [8.0, 8.0, 8.0]), prior(0.3, 0.04, [2.0, 2.0, 2.0])]
     score = [
         prior(0.1, 0.01, [6.0, 6.6, 5.4], eviction="score"),
-        prior(0.3, 0.03, [1.5, 1.65, 1.35], eviction="score"),  # 3, 3.3, 2.7
+        prior(0.3, 0.04, [1.5, 1.65, 1.35], eviction="score"),  # 3, 3.3, 2.7
     ]
     beyond = [prior(0.5, 0.03, [0.1] * 3, top_j=2), prior(0.6, 0.05, [0.1] * 3, top_j=2)]
     [found] = at_equal_kl([steered, *lru, *score, *beyond])
-    assert found.family == "cache-prior score J=0"
-    assert found.ratio.ratio == pytest.approx(1.0)
+    assert found.family == "cache-prior score J=0" and found.between_kl == (0.01, 0.04)
+    assert found.ratio.ratio == pytest.approx(1.0) and found.with_kl is None
+    assert found.families == pytest.approx({"cache-prior score J=0": 3.0, "cache-prior lru J=0": 4.0})
     [alone] = at_equal_kl([steered, *lru])
     assert alone.ratio.ratio == pytest.approx(4 / np.exp(np.log([3, 3.3, 2.7]).mean()))
     assert at_equal_kl([replace(steered, kl=0.5), *lru]) == [] and at_equal_kl([replace(steered, kl=None), *lru]) == []
 
 
+def test_equal_kl_takes_the_rows_next_to_it_and_those_at_the_very_ends() -> None:
+    three = [prior(0.1, 0.01, [8.0, 8.0]), prior(0.2, 0.02, [4.0, 4.0]), prior(0.3, 0.04, [1.0, 1.0])]
+    for kl, ratio, between in ((0.01, 8, ("0.1", "0.2")), (0.02, 4, ("0.1", "0.2")), (0.04, 1, ("0.2", "0.3"))):
+        [found] = at_equal_kl([row(preset("psr-gated"), [1.0, 1.0], kl=kl), *three])
+        assert found.ratio.ratio == pytest.approx(ratio) and found.between == tuple(f"prior {lam}" for lam in between)
+    [inside] = at_equal_kl([row(preset("psr-gated"), [1.0, 1.0], kl=0.03), *three])
+    assert inside.ratio.ratio == pytest.approx(4 * 0.25 ** (np.log(1.5) / np.log(2)))
+
+
+def test_the_wider_interval_is_that_of_rounds_and_of_windows_together() -> None:
+    """Baselines without a spread of their own: the row's KL moves the ratio by slope times its share."""
+    steered = row(preset("psr-gated"), [3.0, 3.3, 2.7], kl=0.02)
+    lru = [prior(0.1, 0.01, [8.0, 8.0, 8.0]), prior(0.3, 0.04, [2.0, 2.0, 2.0])]
+    spread = {"a": np.array([0.012, 0.028, 0.02]), "b": np.array([0.018, 0.022, 0.02])}
+    windows = {(steered.policy_hash, 32): spread}
+    windows |= {(one.policy_hash, 32): dict.fromkeys("ab", np.full(3, one.kl)) for one in lru}
+    [found] = at_equal_kl([steered, *lru], Quality({}, (), windows))
+    ratio, (low, high) = found.ratio, found.with_kl
+    clock = np.log([3, 3.3, 2.7]).std(ddof=1) / 3**0.5
+    kl = np.hypot(*(values.std(ddof=1) / 3**0.5 / 0.02 for values in spread.values())) / 2  # its slope is −1
+    scipy = pytest.importorskip("scipy.stats")
+    df = (clock**2 + kl**2) ** 2 / (clock**4 / 2 + (kl**2) ** 2 / welch(spread))
+    assert np.log(high / low) / 2 == pytest.approx(scipy.t.ppf(0.975, df) * np.hypot(clock, kl))
+    assert np.sqrt(low * high) == pytest.approx(ratio.ratio) and low < ratio.low and ratio.high < high
+    alike = {key: dict.fromkeys("ab", spread["a"] * kl / 0.02) for key, kl in zip(windows, (0.02, 0.01, 0.04))}
+    [same] = at_equal_kl([steered, *lru], Quality({}, (), alike))  # windows that move all three alike move nothing
+    assert same.with_kl == pytest.approx((ratio.low, ratio.high), rel=0.03)
+    [unknown] = at_equal_kl([steered, *lru], Quality({}, (), {(steered.policy_hash, 32): spread}))
+    assert unknown.with_kl is None
+
+
+def welch(spread: dict[str, np.ndarray]) -> float:
+    """Degrees of freedom of a mean over texts of three windows each."""
+    variances = [values.var(ddof=1) for values in spread.values()]
+    return sum(variances) ** 2 / sum(one**2 / 2 for one in variances)
+
+
 def test_kl_is_read_by_policy_and_slots(tmp_path: Path) -> None:
     policy = preset("psr-gated")
 
-    def written_as(path, kind, config):
-        header = Header(kind, ModelId("m", "f", "t"), config, {"text": Task("nll", "q", 2)})
+    def written_as(path, kind="divergence", questions="q", slots=32):
+        tasks = {"text": Task("nll", questions, 2), "own": Task("nll", "s", 2, in_mean=False)}
+        header = Header(kind, ModelId("m", "f", "t"), {"policy": asdict(policy), "slots": slots}, tasks)
         with ResultWriter(path, header) as writer:
-            for at, kl in enumerate((0.01, 0.03)):
-                metrics = dict.fromkeys(("nll_exact", "nll", "top1", "replaced", "demand", "prefetch", "unused"), 1.0)
-                writer.add(Item("text", str(at), metrics | {"kl": kl}))
+            for task, kls in (("text", (0.01, 0.03)), ("own", (0.5, 0.6))):
+                for at, kl in enumerate(kls):
+                    metrics = dict.fromkeys(("nll_exact", "nll", "top1", "replaced", "demand", "prefetch", "unused"), 1)
+                    writer.add(Item(task, str(at), {**metrics, "kl": kl}))
             writer.finish()
         return path
 
-    found = read_quality([written_as(tmp_path / "a.json", "divergence", {"policy": asdict(policy), "slots": 32})])
-    assert found.kl == {(policy.hash, 32): pytest.approx(0.02)} and found.models == ("m",)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(UserError, match="no result of edgemoe eval divergence in this folder"):
+        read_quality([folder])
+    written_as(folder / "a.json"), written_as(folder / "b.json", slots=16)
+    found = read_quality([folder])
+    assert found.kl == {(policy.hash, slots): pytest.approx(0.02) for slots in (32, 16)} and found.models == ("m",)
+    assert {name: list(values) for name, values in found.windows[policy.hash, 16].items()} == {"text": [0.01, 0.03]}
+    assert found.kl == read_quality([folder / "a.json", folder / "b.json"]).kl
+    with pytest.raises(UserError, match="measured on other windows than"):
+        read_quality([folder, written_as(tmp_path / "c.json", questions="others")])
     with pytest.raises(UserError, match="not a result of edgemoe eval divergence"):
-        read_quality([written_as(tmp_path / "b.json", "tasks", {"policy": asdict(policy), "slots": 32})])
+        read_quality([written_as(tmp_path / "d.json", "tasks")])
 
 
 def test_policies_are_named() -> None:
@@ -100,6 +151,9 @@ def test_policies_are_named() -> None:
     assert list(several) == ["exact-lru", "psr:n2:w4 λ0.1", "psr:n2:w4 λ0.3"]
     assert several["psr:n2:w4 λ0.3"] == preset("psr", budget=2, window=4, lam=0.3)
     assert family_of(asdict(several["psr:n2:w4 λ0.3"])) == "psr n=2 w=4"
+    own = parse_policies("cache-prior:λ0.15:J2,psr", parse_lambdas("0.1,0.3"))
+    assert list(own) == ["cache-prior:J2 λ0.15", "psr λ0.1", "psr λ0.3"]
+    assert own["cache-prior:J2 λ0.15"] == preset("cache-prior", lam=0.15, top_j=2)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +163,8 @@ def test_policies_are_named() -> None:
         ("psr:x", "changes nothing"),
         ("psr:J", "changes nothing"),
         ("exact-lru:n1", "no meaning without prefetch"),
+        ("exact-lru:λ0.1", "no meaning for exact routing"),
+        ("psr:λ", "--lambda : expected numbers"),
     ],
 )
 def test_what_is_no_policy(text: str, said: str) -> None:

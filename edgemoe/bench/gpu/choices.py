@@ -19,20 +19,25 @@ _WORDS: dict[str, tuple[str, Any]] = {
     "running": ("scale", "running"),
     "unbounded": ("budget", "unbounded"),
 }
+_LAMBDA = "λ"
 _COUNTS = {"J": "top_j", "n": "budget", "w": "window"}
 
 
 def parse_policies(text: str, lambdas: Sequence[float] = (LAMBDA,)) -> dict[str, Policy]:
     """`cache-prior:score:J1,psr:n2` by name, at each λ where λ means something: `psr:n2 λ0.2` where there are several.
 
-    Behind a colon: `lru` or `score` (eviction), `running` (bonus scale), `J1`, `n2`, `w4` or `unbounded`. Raises
-    `UserError` for what is no preset, no change, or changes what means nothing to it.
+    Behind a colon: `lru` or `score` (eviction), `running` (bonus scale), `J1`, `n2`, `w4` or `unbounded`; `λ0.15` gives
+    one λ of its own. Raises `UserError` for what is no preset, no change, or changes what means nothing to it.
     """
     found: dict[str, Policy] = {}
     for item in (part.strip() for part in text.split(",")):
         name, *changes = item.split(":")
         fields = dict(_change(item, change) for change in changes)
         plain = preset(name, **fields)
+        if "lam" in fields:
+            shown = ":".join([name, *(change for change in changes if not change.startswith(_LAMBDA))])
+            found[f"{shown} λ{fields['lam']:g}"] = plain
+            continue
         if not _has_lambda(plain):
             found[item] = plain
             continue
@@ -49,10 +54,13 @@ def _has_lambda(policy: Policy) -> bool:
 def _change(item: str, change: str) -> tuple[str, Any]:
     if change in _WORDS:
         return _WORDS[change]
+    if change.startswith(_LAMBDA):
+        return "lam", parse_lambdas(change.removeprefix(_LAMBDA))[0]
     count = parse_count(change[1:])
     if change[:1] in _COUNTS and count is not None:
         return _COUNTS[change[0]], count
-    raise UserError(f"--policies {item}: {change!r} changes nothing: {', '.join(_WORDS)}, J1, n2 or w4 are understood")
+    known = f"{', '.join(_WORDS)}, J1, n2, w4 or λ0.15"
+    raise UserError(f"--policies {item}: {change!r} changes nothing: {known} are understood")
 
 
 def parse_lambdas(text: str) -> tuple[float, ...]:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from edgemoe.bench.gpu.clocks import CHUNK, CPU, DEVICE, HOST, Arm, context, stepped
+from edgemoe.bench.gpu.measure import Timed
+from edgemoe.bench.gpu.rows import config_of
 from edgemoe.bench.gpu.subject import Subject
 from edgemoe.errors import UserError
 from edgemoe.generation.options import Options
@@ -35,6 +37,8 @@ class Run:
     executor: str
     cache: str
     how: str
+    config: str
+    """Twelve hex digits of all that decides what it computes, how bytes are moved among it; none where it failed."""
     tokens: tuple[int, ...]
     residents: str
     """Digest of who had a slot, after every few tokens."""
@@ -95,15 +99,15 @@ def determinism(
         arm = Arm("determinism", policy, slots, executor, options=options)
         reference = next((run for run in found if (run.executor, run.cache) == (executor, cache)), None)
         try:
-            tokens, residents = _text(subject, arm, prompt, count)
+            config, tokens, residents = _text(subject, arm, prompt, count)
             problem = ""
         except (UserError, torch.cuda.OutOfMemoryError, ImportError) as error:
-            tokens, residents, problem = (), "", str(error).splitlines()[0]
+            config, tokens, residents, problem = "", (), "", str(error).splitlines()[0]
         first = reference is None or bool(reference.problem)
         against = () if reference is None else reference.tokens
         found.append(
             Run(
-                executor, cache, how, tokens, residents, first,
+                executor, cache, how, config, tokens, residents, first,
                 same=first or (reference is not None and (tokens, residents) == (against, reference.residents)),
                 same_tokens=len(tokens) if first else _common(tokens, against),
                 problem=problem,
@@ -123,7 +127,8 @@ def verdict(runs: Sequence[Run]) -> dict[str, bool | None]:
     return found
 
 
-def _text(subject: Subject, arm: Arm, prompt: np.ndarray, count: int) -> tuple[tuple[int, ...], str]:
+def _text(subject: Subject, arm: Arm, prompt: np.ndarray, count: int) -> tuple[str, tuple[int, ...], str]:
+    """The run's config hash, its tokens, and the digest of its residents."""
     executor = _executor(subject, arm)
     try:
         residents = hashlib.sha256()
@@ -137,7 +142,7 @@ def _text(subject: Subject, arm: Arm, prompt: np.ndarray, count: int) -> tuple[t
             tokens += chosen
             token, position = chosen[-1], position + len(chosen)
             residents.update(np.packbits(executor.slot_of() >= 0).tobytes())
-        return tuple(tokens), residents.hexdigest()[:12]
+        return config_of(subject, Timed(arm, executor.name)), tuple(tokens), residents.hexdigest()[:12]
     finally:
         executor.close()
         del executor

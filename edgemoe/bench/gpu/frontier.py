@@ -5,7 +5,8 @@ something of a row only where both ran the same model.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +15,54 @@ import numpy as np
 from edgemoe.bench.gpu.rows import Row
 from edgemoe.errors import UserError
 from edgemoe.policy import Policy
-from edgemoe.stats import Ratio, log_ratio
-
-STEERED, BASELINE = "psr-gated", "cache-prior"
+from edgemoe.stats import Ratio, log_ratio, mean_over_tasks, paired_difference
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What result files say: KL by policy hash and slots, and of which model."""
+    """What result files say of policies, each by its hash and slots, and of which model."""
 
     kl: dict[tuple[str, int], float]
+    """Mean over windows, texts counting alike."""
     models: tuple[str, ...]
+    windows: dict[tuple[str, int], dict[str, np.ndarray]] = field(default_factory=dict)
+    """text → KL of each of its windows, [W]; all of one order."""
 
 
 def read_quality(paths: Sequence[Path]) -> Quality:
-    """Mean KL over the windows of each file. Raises `UserError` for a file that is no divergence result."""
-    from edgemoe.evaluation.divergence import ALL, summarise
+    """KL of the windows of each file, or of each JSON file in a folder.
+
+    Raises `UserError` for a file that is no divergence result, and for results of other windows than the first one's.
+    """
     from edgemoe.evaluation.results import load_results
 
-    kl: dict[tuple[str, int], float] = {}
-    models = []
-    for path in paths:
+    found, models = Quality({}, (), {}), []
+    first: tuple[Path, dict[str, str]] | None = None
+    for path in [file for given in paths for file in _files(given)]:
         results = load_results(path)
         header = results.header
         if header.kind != "divergence" or "policy" not in header.config or "slots" not in header.config:
             raise UserError(f"{path}: not a result of edgemoe eval divergence: run that for the policies of these rows")
-        lines = summarise(results)
-        line = next((one for one in lines if one.domain == ALL), lines[0])
-        kl[Policy(**header.config["policy"]).hash, int(header.config["slots"])] = line.kl.mean
+        counted = {name: task.questions for name, task in header.tasks.items() if task.in_mean}
+        first = first or (path, counted)
+        if counted != first[1]:
+            raise UserError(f"{path}: measured on other windows than {first[0]}: KL is compared on the same ones")
+        key = Policy(**header.config["policy"]).hash, int(header.config["slots"])
+        found.windows[key] = {
+            name: np.array([item.metrics["kl"] for item in results.of(name)], np.float64) for name in sorted(counted)
+        }
+        found.kl[key] = float(np.mean([values.mean() for values in found.windows[key].values()]))
         models.append(header.model.name)
-    return Quality(kl, tuple(dict.fromkeys(models)))
+    return replace(found, models=tuple(dict.fromkeys(models)))
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.glob("*.json"))
+    if not found:
+        raise UserError(f"{path}: no result of edgemoe eval divergence in this folder")
+    return found
 
 
 @dataclass(frozen=True)
@@ -56,33 +75,86 @@ class AtEqualKl:
     kl: float
     family: str
     """The baseline that is the fastest there."""
+    between: tuple[str, str]
+    """Its rows on both sides of this KL."""
+    between_kl: tuple[float, float]
+    families: dict[str, float]
+    """Mean seconds per token of every family that reaches this KL, at this KL."""
     ratio: Ratio
-    """Its time over the row's: above 1 where the row is faster."""
+    """Its time over the row's: above 1 where the row is faster. The interval is over rounds: that of the clock."""
+    with_kl: tuple[float, float] | None
+    """The interval that also holds what KL is uncertain by, over its windows; None where their KLs are not known."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def at_equal_kl(rows: Sequence[Row]) -> list[AtEqualKl]:
+@dataclass(frozen=True)
+class _There:
+    """A family at a KL: between two of its rows, log latency linear in log KL."""
+
+    name: str
+    rows: tuple[Row, Row]
+    weight: float
+    """Of the second row."""
+
+    @property
+    def logs(self) -> np.ndarray:  # [R] log seconds
+        low, high = (np.log(np.array(row.rounds)) for row in self.rows)
+        return (1 - self.weight) * low + self.weight * high
+
+    @property
+    def slope(self) -> float:
+        """d log latency / d log KL."""
+        (low, high), (x_low, x_high) = self.rows, (np.log(row.kl or 1.0) for row in self.rows)
+        return float((np.log(high.rounds) - np.log(low.rounds)).mean() / (x_high - x_low))
+
+
+def at_equal_kl(rows: Sequence[Row], quality: Quality | None = None) -> list[AtEqualKl]:
     """Each psr-gated row with a KL against Cache-Prior rows of the same slots and executor.
 
     A family is a variant of Cache-Prior (eviction, J, scale) at several λ. In each round, its latency at the row's KL
-    is interpolated, log latency over KL; where a family's KLs do not enclose the row's, it says nothing. The family
-    with the lowest mean is the one to compare with.
+    is interpolated between its two nearest rows, log latency over log KL; where a family's KLs do not enclose the
+    row's, it says nothing. The family with the lowest mean is the one to compare with. quality: the windows' KLs.
     """
     found = []
     for row in rows:
-        if row.kl is None or not _is_steered(row) or len(row.rounds) < 2:
+        if not row.kl or not _is_steered(row) or len(row.rounds) < 2:
             continue
-        best: tuple[float, str, np.ndarray] | None = None
-        for name, members in _families(rows, row).items():
-            there = _interpolated(members, row.kl)
-            if there is not None and (best is None or float(there.mean()) < best[0]):
-                best = float(there.mean()), name, there
-        if best is not None:
-            ratio = log_ratio(best[2], row.rounds)
-            found.append(AtEqualKl(row.name, row.share, row.slots, row.kl, best[1], ratio))
+        there = [at for name, members in _families(rows, row).items() if (at := _between(name, members, row.kl))]
+        if not there:
+            continue
+        best = min(there, key=lambda at: float(np.exp(at.logs).mean()))
+        times = {at.name: float(np.exp(at.logs).mean()) for at in there}
+        low, high = best.rows
+        found.append(
+            AtEqualKl(
+                row.name, row.share, row.slots, row.kl, best.name, (low.name, high.name),
+                (float(low.kl or 0.0), float(high.kl or 0.0)), dict(sorted(times.items(), key=lambda one: one[1])),
+                log_ratio(np.exp(best.logs), row.rounds), None if quality is None else _with_kl(row, best, quality),
+            )
+        )  # fmt: skip
     return found
+
+
+def _with_kl(row: Row, best: _There, quality: Quality) -> tuple[float, float] | None:
+    """The 95% interval of the ratio from two independent sources: the rounds, and the KLs that are interpolated.
+
+    A KL that is off by a share δ moves the log ratio by slope · δ, the row's and the two baselines' each by its weight.
+    They were measured on the same windows, so each window's shares are taken together, and windows are the unit.
+    """
+    known = [quality.windows.get((one.policy_hash, one.slots)) for one in (row, *best.rows)]
+    if any(one is None for one in known):
+        return None
+    parts = []
+    for text in known[0] or {}:
+        shares = ((one or {})[text] / (of.kl or 1.0) for one, of in zip(known, (row, *best.rows), strict=True))
+        own, low, high = shares
+        parts.append(paired_difference(own, (1 - best.weight) * low + best.weight * high))
+    clock, divergence = paired_difference(best.logs, np.log(np.array(row.rounds))), mean_over_tasks(parts)
+    moved = replace(clock, mean=0.0, se=abs(best.slope) * divergence.se, df=divergence.df)
+    half = mean_over_tasks([clock, moved])  # of independent parts: their sum is twice that
+    return float(np.exp(2 * half.low)), float(np.exp(2 * half.high))
 
 
 def _is_steered(row: Row) -> bool:
@@ -113,10 +185,11 @@ def family_of(policy: Mapping[str, Any]) -> str:
     return f"{gate} n={policy['budget']} w={policy['window']}"
 
 
-def _interpolated(members: Sequence[Row], kl: float) -> np.ndarray | None:  # [R] seconds
+def _between(name: str, members: Sequence[Row], kl: float) -> _There | None:
+    """None where the members' KLs do not enclose this one."""
     members = sorted(members, key=lambda row: row.kl or 0.0)
-    divergences = np.array([row.kl for row in members], np.float64)
-    if len(members) < 2 or not divergences[0] <= kl <= divergences[-1]:
-        return None
-    logs = np.log(np.array([row.rounds for row in members]))  # [members, R]
-    return np.exp(np.array([np.interp(kl, divergences, column) for column in logs.T]))
+    for low, high in pairwise(members):
+        bottom, top = low.kl or 0.0, high.kl or 0.0
+        if 0 < bottom <= kl <= top and bottom < top:
+            return _There(name, (low, high), float(np.log(kl / bottom) / np.log(top / bottom)))
+    return None

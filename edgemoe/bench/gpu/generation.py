@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from edgemoe.bench.gpu.clocks import Arm, label
+from edgemoe.bench.gpu.measure import Timed
 from edgemoe.bench.gpu.pool import Pool
+from edgemoe.bench.gpu.rows import config_of
 from edgemoe.bench.gpu.subject import Subject
 from edgemoe.errors import UserError
 from edgemoe.generation.options import Options
@@ -26,6 +28,8 @@ class Generated:
     name: str
     slots: int
     executor: str
+    config: str
+    """Twelve hex digits of all that decides what it computes."""
     first_token_s: float
     """The prompt, and the logits behind it; mean over prompts."""
     token_s: float
@@ -81,6 +85,9 @@ def _one(subject: Subject, pool: Pool, arm: Arm, count: int) -> Generated:
             first, rest, tokens = first + middle - start, rest + end - middle, tokens + len(made)
             copies += after.demand + after.prefetch - moved
     n_prompts = len(subject.prompts)
+    # By the model's own routers, also where rows replay recorded routing.
+    config = config_of(subject, Timed(arm, f"{executor.name}, free"))
     return Generated(
-        arm.name, arm.slots, arm.executor, first / n_prompts, rest / max(tokens, 1), tokens, copies / max(tokens, 1)
-    )
+        arm.name, arm.slots, arm.executor, config,
+        first / n_prompts, rest / max(tokens, 1), tokens, copies / max(tokens, 1),
+    )  # fmt: skip

@@ -247,7 +247,7 @@ def arms_of(settings: Settings, subject: Subject) -> list[Arm]:
 def _fill(report: Report, subject: Subject, timed: Sequence[Timed], rates: Rates, quality: Quality) -> None:
     report.rows = rows = rows_of(subject, timed, rates, quality.kl)
     report.beside = beside(rows) + executors_beside(rows)
-    report.equal_kl = at_equal_kl(rows)
+    report.equal_kl = at_equal_kl(rows, quality)
 
 
 def _subject(settings: Settings, watch: Watch) -> Subject:
