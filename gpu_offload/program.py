@@ -169,7 +169,7 @@ class TokenProgram:
         d, f = shape.d_model, shape.d_expert
         width = self.policy.width
         experts.gate_and_up[width, _blocks(f, t.gate_and_up.rows)[0]](
-            self.x, w.layers[layer].ffn_norm, slots, r.tickets, self._hidden, self._stop, shape.norm_eps,
+            self.x, w.layers[layer].ffn_norm, slots, r.turns, self._hidden, self._stop, shape.norm_eps,
             *self._memory(), r.experts, r.claims, r.after, r.done, r.queue, layer,
             WIDTH=width, D=d, F=f, **self._copying(), **self._options(t.gate_and_up),
         )  # fmt: skip

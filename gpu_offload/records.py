@@ -34,7 +34,7 @@ class Records:
         self.current, self.asked = integers(places), integers(places)
         self.demand_queue, self.prefetch_queue = integers(n_layers * width + 1), integers(n_layers * budget + 1)
         self.queue = integers(8)
-        self.tickets = integers(n_layers * width)
+        self.tickets, self.turns = integers(n_layers * width), integers(2 * n_layers * width)
         self.tally = torch.zeros(8, dtype=torch.int64, device=device)
         self.known = False
 
@@ -43,7 +43,7 @@ class Records:
         """What `decide` takes after `stop`."""
         return (
             *(self.claims, self.done, self.after, self.experts, self.current, self.asked),
-            *(self.tickets, self.demand_queue, self.prefetch_queue, self.queue, self.tally),
+            *(self.tickets, self.turns, self.demand_queue, self.prefetch_queue, self.queue, self.tally),
         )
 
     def look(self, slot_of: np.ndarray) -> None:

@@ -29,8 +29,11 @@ import triton.language as tl
 CANCELLED = tl.constexpr(1 << 20)  # more claims than any copy has chunks
 PATIENCE = tl.constexpr(1 << 22)  # looks before a spin gives up: seconds
 
-# Tickets, [L, k] int32: what a layer executes, for those who execute it. Not negative: a record to wait for; negative:
-# −1 − the place of a slot whose bytes are there.
+# Tickets, [L, k] int32: what a layer executes, for those who execute it, in the router's order. Not negative: a record
+# to wait for; negative: −1 − the place of a slot whose bytes are there.
+# Turns, [L, k, 2] int32: the same tickets, each with its number in the router's order, in the order in which they are
+# best worked on: what is there, then what is on its way, then what nobody has begun, as the demand queue has it. Blocks
+# that wait keep others from starting, so those that need not wait must come first.
 NO_TICKET = tl.constexpr(-(1 << 30))
 
 # Words of `queue`, [8] int32.
@@ -46,10 +49,11 @@ DECISION = tl.constexpr(4)
 LOADS = tl.constexpr(0)
 MISSES = tl.constexpr(1)
 DEMAND = tl.constexpr(2)
-PREFETCH = tl.constexpr(3)
+PREFETCHED = tl.constexpr(3)
 IN_TIME = tl.constexpr(4)
 LATE = tl.constexpr(5)
 UNUSED = tl.constexpr(6)
+NOWHERE = tl.constexpr(2**31 - 1)  # behind every turn
 
 
 @triton.jit
@@ -105,100 +109,112 @@ def await_copy(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def issue(  # type: ignore[no-untyped-def]
-    layer, following, slots_out, copies, counts, claims, done, after, experts, current, asked,
-    tickets, demand_queue, prefetch_queue, queue, tally,
-    C: tl.constexpr, WIDTH: tl.constexpr, BUDGET: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
-    SELECTED: tl.constexpr, PREFETCHED: tl.constexpr, LAST: tl.constexpr
-):  # fmt: skip
-    """After a decision: records for its copies, tickets for what the layer executes, of that what is not there into the
-    demand queue, and the next layer's prefetch copies into the other. One block of one warp; lists as
-    `edgemoe.gpu_offload.kernels.steps.step` writes them. asked [L, C] int32: the slots that this token prefetched into.
-    """
-    lane = tl.arange(0, LANES)
-    if SELECTED:
-        list_of = copies + layer * (2 * (WIDTH + BUDGET))
-        n = tl.load(counts + layer * 3 + 1)
-        place = layer * C + tl.load(list_of + 2 * lane + 1, mask=lane < n, other=0)
-        overwritten = tl.load(asked + place, mask=lane < n, other=0)
-        tl.store(asked + place, 0, mask=lane < n)
-        begin_copies(list_of, place, n, claims, done, after, experts, current, CHUNKS, LANES)
-        tl.debug_barrier()  # other lanes read what these wrote
-        m = tl.load(counts + layer * 3)
-        place = layer * C + tl.load(slots_out + layer * WIDTH + lane, mask=lane < m, other=0)
-        record = 2 * place + tl.load(current + place, mask=lane < m, other=0)
-        arrived = tl.load(done + record, mask=lane < m, other=CHUNKS, volatile=True)
-        begun = tl.load(claims + record, mask=lane < m, other=CHUNKS, volatile=True)
-        predicted = tl.load(asked + place, mask=lane < m, other=0)
-        wanted = (lane < m) & (arrived < CHUNKS)
-        ticket = tl.where(wanted, record, -1 - place)
-        tl.store(tickets + layer * WIDTH + lane, tl.where(lane < m, ticket, NO_TICKET), mask=lane < WIDTH)
-        tail = tl.load(queue + DEMAND_TAIL, volatile=True)
-        offset = tl.cumsum(wanted.to(tl.int32), 0)
-        tl.store(demand_queue + tail + offset - 1, record, mask=wanted)
-        tl.store(asked + place, 0, mask=lane < m)
-        # A prefetch that nobody has begun is promoted: a demand copy after all.
-        promoted = tl.sum((wanted & (predicted == 1) & (begun == 0)).to(tl.int32), 0)
-        late = tl.sum((wanted & (predicted == 1) & (begun > 0)).to(tl.int32), 0)
-        in_time = tl.sum(((arrived >= CHUNKS) & (predicted == 1) & (lane < m)).to(tl.int32), 0)
-        # An older prefetch that no token began, or that was cut short when one ended.
-        left_over = tl.sum((wanted & (predicted == 0)).to(tl.int32), 0) - n
-        tl.debug_barrier()
-        tl.atomic_xchg(queue + DEMAND_TAIL, tail + tl.sum(wanted.to(tl.int32), 0), sem="release")
-        unused = count_unused(layer, asked, C) + tl.sum(overwritten, 0)
-        add(tally + LOADS, m)
-        add(tally + MISSES, n)
-        add(tally + DEMAND, n + promoted + left_over)
-        add(tally + PREFETCH, -promoted)
-        add(tally + IN_TIME, in_time)
-        add(tally + LATE, late)
-        add(tally + UNUSED, unused)
-    if PREFETCHED:
-        list_of = copies + following * (2 * (WIDTH + BUDGET)) + 2 * WIDTH
-        n = tl.load(counts + following * 3 + 2)
-        place = following * C + tl.load(list_of + 2 * lane + 1, mask=lane < n, other=0)
-        begin_copies(list_of, place, n, claims, done, after, experts, current, CHUNKS, LANES)
-        tl.store(asked + place, 1, mask=lane < n)
-        tl.debug_barrier()
-        tail = tl.load(queue + PREFETCH_TAIL, volatile=True)
-        record = 2 * place + tl.load(current + place, mask=lane < n, other=0)
-        tl.store(prefetch_queue + tail + lane, record, mask=lane < n)
-        add(tally + PREFETCH, n)
-        tl.debug_barrier()
-        tl.atomic_xchg(queue + PREFETCH_TAIL, tail + n, sem="release")
-    if LAST:
-        tl.atomic_xchg(queue + FINISHED, 1, sem="release")
+def look(  # type: ignore[no-untyped-def]
+    layer, slot, done, current, asked, C: tl.constexpr, CHUNKS: tl.constexpr
+):
+    """What is known of each resident's slot [EP] while its layer's router still works: which of its two records counts,
+    whether it was prefetched for this token, and whether all of it has arrived, which then stays so."""
+    at = layer * C + slot
+    bit = tl.load(current + at, mask=slot >= 0, other=0, cache_modifier=".cg")
+    marked = tl.load(asked + at, mask=slot >= 0, other=0, cache_modifier=".cg")
+    arrived = tl.load(done + 2 * at + bit, mask=slot >= 0, other=0, cache_modifier=".cg")
+    return bit, marked, arrived >= CHUNKS
 
 
 @triton.jit
-def begin_copies(  # type: ignore[no-untyped-def]
-    list_of, place, n, claims, done, after, experts, current, CHUNKS: tl.constexpr, LANES: tl.constexpr
-):
-    """A new record for each of n copies (expert, slot), in place of what its slot had, which is cancelled."""
+def issue_demand(  # type: ignore[no-untyped-def]
+    layer, index, chosen, place, before, slot, m, n, bit, marked, there, tail,
+    claims, done, after, experts, current, asked, tickets, turns, demand_queue, queue,
+    C: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """After part 2: records for its copies, tickets and turns for what the layer executes, and of that what is not
+    there into the demand queue.
+
+    By expert, [EP]: chosen and place as `policy.part2` gives them, the slots before and after it, what `look` found. m
+    experts are executed, n of them copied; tail: of the demand queue. Returns how many copies were asked for, and what
+    became of the marks: demand, promoted, in time, late, unused. One block of one warp.
+    """
+    executed = chosen == 1
+    fresh = executed & (before < 0)
+    at = layer * C + slot
+    record = 2 * at + bit
+    predicted = (marked == 1) & executed & (before >= 0)
+    waits = executed & ((before < 0) | (there == 0))
+    in_time = tl.sum((predicted & (waits == 0)).to(tl.int32), 0)
+    unused = tl.sum(marked, 0) - tl.sum(predicted.to(tl.int32), 0)
+    tl.store(asked + layer * C + before, 0, mask=marked == 1)
+    ticket = -1 - at
+    turn = place
+    demand = 0
+    promoted = 0
+    late = 0
+    if tl.sum(waits.to(tl.int32), 0) > 0:
+        # Of those who were there already, some may have arrived by now, or be on their way.
+        arrived = tl.load(done + record, mask=waits & (before >= 0), other=0, volatile=True)
+        begun = tl.load(claims + record, mask=waits & (before >= 0), other=0, volatile=True)
+        if n > 0:
+            opened = open_records(index, at, fresh, claims, done, after, experts, current, CHUNKS)
+            record = tl.where(fresh, opened, record)
+        wanted = waits & (fresh | (arrived < CHUNKS))
+        n_wanted = tl.sum(wanted.to(tl.int32), 0)
+        ticket = tl.where(wanted, record, ticket)
+        key = tl.where(wanted, tl.where(begun > 0, LANES, 2 * LANES), 0) + place
+        key = tl.where(executed, key, NOWHERE)
+        for i in range(m):
+            least = tl.min(key, 0)
+            turn = tl.where(key == least, i, turn)
+            key = tl.where(key == least, NOWHERE, key)
+        tl.store(demand_queue + tail + turn - (m - n_wanted), record, mask=wanted)
+        # A prefetch that nobody has begun is promoted: a demand copy after all. What is neither new nor predicted is an
+        # older prefetch that no token began, or that was cut short when one ended.
+        promoted = tl.sum((wanted & predicted & (begun == 0)).to(tl.int32), 0)
+        late = tl.sum((wanted & predicted & (begun > 0)).to(tl.int32), 0)
+        in_time += tl.sum((waits & predicted & (wanted == 0)).to(tl.int32), 0)
+        demand = n_wanted - late
+        tl.debug_barrier()  # other lanes wrote records and queue
+        tl.atomic_xchg(queue + DEMAND_TAIL, tail + n_wanted, sem="release")
+    tl.store(tickets + layer * WIDTH + place, ticket, mask=executed)
+    tl.store(turns + 2 * (layer * WIDTH + turn), ticket, mask=executed)
+    tl.store(turns + 2 * (layer * WIDTH + turn) + 1, place, mask=executed)
     lane = tl.arange(0, LANES)
-    mine = lane < n
-    old = 2 * place + tl.load(current + place, mask=mine, other=0)
-    claimed = tl.atomic_xchg(claims + old, tl.full((LANES,), CANCELLED, tl.int32), mask=mine, sem="acq_rel")
+    nobody = (lane >= m) & (lane < WIDTH)
+    tl.store(tickets + layer * WIDTH + lane, NO_TICKET, mask=nobody)
+    tl.store(turns + 2 * (layer * WIDTH + lane), NO_TICKET, mask=nobody)
+    return demand, promoted, in_time, late, unused
+
+
+@triton.jit
+def issue_prefetch(  # type: ignore[no-untyped-def]
+    layer, index, turn, slot, n, claims, done, after, experts, current, asked, prefetch_queue, queue,
+    C: tl.constexpr, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """After part 1 of `layer`: records for its n copies, which go into the prefetch queue and leave a mark on their
+    slots. turn [EP]: the place of each expert among the copies, −1 for others."""
+    if n > 0:
+        mine = turn >= 0
+        at = layer * C + slot
+        tail = tl.load(queue + PREFETCH_TAIL, volatile=True)
+        record = open_records(index, at, mine, claims, done, after, experts, current, CHUNKS)
+        tl.store(asked + at, 1, mask=mine)
+        tl.store(prefetch_queue + tail + turn, record, mask=mine)
+        tl.debug_barrier()  # as above
+        tl.atomic_xchg(queue + PREFETCH_TAIL, tail + n, sem="release")
+
+
+@triton.jit
+def open_records(  # type: ignore[no-untyped-def]
+    index, at, mine, claims, done, after, experts, current, CHUNKS: tl.constexpr
+):
+    """A new record for each expert in `mine`, in place of what its slot had, which is cancelled. The records, [EP]."""
+    old = 2 * at + tl.load(current + at, mask=mine, other=0)
+    claimed = tl.atomic_xchg(claims + old, tl.full(index.shape, CANCELLED, tl.int32), mask=mine, sem="acq_rel")
     new = old ^ 1
-    tl.store(experts + new, tl.load(list_of + 2 * lane, mask=mine, other=0), mask=mine)
+    tl.store(experts + new, index, mask=mine)
     tl.store(after + new, tl.minimum(claimed, CHUNKS), mask=mine)
     tl.store(claims + new, 0, mask=mine)
     tl.store(done + new, 0, mask=mine)
-    tl.store(current + place, new & 1, mask=mine)
-
-
-@triton.jit
-def count_unused(layer, asked, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Prefetches of this layer that it did not execute; their marks are taken off."""
-    slot = tl.arange(0, triton.next_power_of_2(C))
-    marks = tl.load(asked + layer * C + slot, mask=slot < C, other=0)
-    tl.store(asked + layer * C + slot, 0, mask=slot < C)
-    return tl.sum(marks, 0)
-
-
-@triton.jit
-def add(word, count):  # type: ignore[no-untyped-def]
-    tl.store(word, tl.load(word) + count)
+    tl.store(current + at, new & 1, mask=mine)
+    return new
 
 
 @triton.jit

@@ -131,7 +131,7 @@ class DevicePolicy:
         gates [E]: of `layer`, where the weights are given. Results lie in `decisions`.
         """
         arguments, constants = self.arguments(layer, following, scores, pregate, gates)
-        steps.step[(1,)](*arguments, EARLY=False, **constants)
+        steps.step[(1,)](*arguments, **constants)
 
     def arguments(
         self,

@@ -13,7 +13,7 @@ from edgemoe.gpu_offload.kernels.ordering import await_previous
 
 @triton.jit(do_not_specialize=["layer"])
 def gate_and_up(  # type: ignore[no-untyped-def]
-    x, norm, slots, tickets, hidden, stop, eps,
+    x, norm, slots, turns, hidden, stop, eps,
     arena, raw, experts, claims, after, done, queue, layer,
     E: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr,
@@ -21,17 +21,18 @@ def gate_and_up(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """hidden [WIDTH, F] float32 = silu(gate · h) · (up · h) of each executed expert, h = RMSNorm(x [D]).
 
-    Grid: (WIDTH, blocks of ROWS). slots [L, C, 3·F·D] in the storage type: gate [F, D], up [F, D], down [D, F] of each;
-    raw, the same in words of four bytes; tickets [L, WIDTH] int32.
+    Grid: (WIDTH, blocks of ROWS), in the order of turns [L, WIDTH, 2] int32: what waits comes last. slots [L, C, 3·F·D]
+    in the storage type: gate [F, D], up [F, D], down [D, F] of each; raw, the same in words of four bytes.
     """
-    nth = tl.program_id(0)
+    turn = turns + 2 * (layer * WIDTH + tl.program_id(0))
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = row < F
     at = tl.arange(0, BLOCK)
     ended = tl.load(stop)
     first = tl.load(x + at, mask=at < D, other=0.0, cache_modifier=".cg")  # three kernels old
     await_previous(EARLY)
-    ticket = tl.load(tickets + layer * WIDTH + nth)
+    ticket = tl.load(turn)
+    nth = tl.load(turn + 1)
     if (ended == 0) & (ticket != NO_TICKET):
         if ticket >= 0:
             await_copy(ticket, arena, raw, experts, claims, after, done, queue, E, C, WORDS, CHUNK, TILE, CHUNKS)
@@ -64,7 +65,10 @@ def down(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr
 ):  # fmt: skip
-    """x [D] float32 += Σ weight · (down · hidden) over the executed experts. Grid: blocks of ROWS."""
+    """x [D] float32 += Σ weight · (down · hidden) over the executed experts, in the router's order whoever came first.
+
+    Grid: blocks of ROWS. tickets [L, WIDTH] int32.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < D
     at = tl.arange(0, BLOCK)

@@ -99,7 +99,8 @@ def part1(  # type: ignore[no-untyped-def]
     """Part 1, lines 2–12: prefetch copies to `copies` [N, 2] as (expert, slot).
 
     g [EP] are the pre-gate's scores, extra is λΔ̄, ROUNDS is max(W, K) for the pre-gate and W for the token prior.
-    Returns the slots, B, the place from 1 of each predicted expert (else 0), all [EP] int32, and the number of copies.
+    Returns the slots, B, the place from 1 of each predicted expert (else 0), the place of each copied one among the
+    copies (else −1), all [EP] int32, and the number of copies.
     """
     key = ordered(g)
     accepted = tl.full(index.shape, 1, tl.int32)
@@ -111,6 +112,7 @@ def part1(  # type: ignore[no-untyped-def]
         least = 0
     protected = tl.zeros_like(index)
     predicted = tl.zeros_like(index)
+    turn = tl.full(index.shape, -1, tl.int32)
     n = 0
     for i in range(ROUNDS):
         best = tl.max(key, 0)
@@ -126,9 +128,10 @@ def part1(  # type: ignore[no-untyped-def]
         if missing:
             # At most W − 1 < C experts are protected here: an unprotected resident exists.
             slot = insert(e, slot, priority, protected * 0, protected, index, copies, n, False)
+            turn = tl.where(index == e, n, turn)
             n += 1
         protected = tl.where((index == e) & ((visited & resident) | missing), 1, protected)  # lines 7, 10
-    return slot, protected, predicted, n
+    return slot, protected, predicted, turn, n
 
 
 @triton.jit

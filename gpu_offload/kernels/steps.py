@@ -56,8 +56,8 @@ def list_decisions(  # type: ignore[no-untyped-def]
     return tl.sum(chosen, 0)
 
 
-@triton.jit(do_not_specialize=["layer", "following"])
-def step(  # type: ignore[no-untyped-def]
+@triton.jit
+def both_parts(  # type: ignore[no-untyped-def]
     ints, reals, words, scales, scores, given, pregate, executed, slots, weights, own_list, copies, counts,
     layer, following, lam, log_keep, log_gate, factor,
     E: tl.constexpr, EP: tl.constexpr, WIDTH: tl.constexpr, BUDGET: tl.constexpr,
@@ -72,6 +72,9 @@ def step(  # type: ignore[no-untyped-def]
     [E] its gates where WEIGHTS says so, pregate [E] the scores that predict `following`. Out, in the rows of the layers
     concerned: executed, slots, own_list [L, WIDTH] int32, weights [L, WIDTH] float32, copies [L, WIDTH + BUDGET, 2]
     int32 as (expert, slot), counts [L, 3].
+
+    Returns what the copies depend on, by expert: S, the place of each of S, its slot before and after, |S| and how many
+    are copied; of the layer that follows, the place of each copied expert among the copies, the slots, and how many.
     """
     index = tl.arange(0, EP)
     here = ints + layer * (N_INTS * EP) + index
@@ -104,8 +107,20 @@ def step(  # type: ignore[no-untyped-def]
         next_clock = tl.load(words + following * N_WORDS, cache_modifier=".cg")
         next_scale = tl.load(scales + following * 2, cache_modifier=".cg")
         next_ranges = tl.load(scales + following * 2 + 1, cache_modifier=".cg")
+    before = tl.zeros_like(index)
+    chosen = before
+    place = before
+    m = 0
+    n = 0
+    turn = before
+    n_prefetch = 0
+    if not SELECTS:
+        slot = before
+    if not FREEZES:
+        next_slot = before
     await_previous(EARLY)
     if SELECTS:
+        before = slot
         z = tl.load(scores + index, mask=index < E, other=MASKED_SCORE)
     if PREFETCHES:
         g = tl.load(pregate + index, mask=index < E, other=MASKED_SCORE)
@@ -136,9 +151,8 @@ def step(  # type: ignore[no-untyped-def]
         next_priority = freeze(next_recency, next_uses, next_rank, tally, EVICTION)
         next_protected = tl.zeros_like(index)
         next_predicted = tl.zeros_like(index)
-        n_prefetch = 0
         if PREFETCHES:
-            next_slot, next_protected, next_predicted, n_prefetch = part1(
+            next_slot, next_protected, next_predicted, turn, n_prefetch = part1(
                 g, tally, next_slot, comparable(next_priority, EVICTION),
                 bonus(lam, next_scale, next_ranges, next_clock, RUNNING), index,
                 copies + following * (2 * (WIDTH + BUDGET)) + 2 * WIDTH,
@@ -151,6 +165,26 @@ def step(  # type: ignore[no-untyped-def]
         tl.store(words + following * N_WORDS + 1, 1)
         tl.store(words + following * N_WORDS + 2, tl.sum((next_predicted > 0).to(tl.int32), 0))
         tl.store(counts + following * N_COUNTS + 2, n_prefetch)
+    return chosen, place, before, slot, m, n, turn, next_slot, n_prefetch
+
+
+@triton.jit(do_not_specialize=["layer", "following"])
+def step(  # type: ignore[no-untyped-def]
+    ints, reals, words, scales, scores, given, pregate, executed, slots, weights, own_list, copies, counts,
+    layer, following, lam, log_keep, log_gate, factor,
+    E: tl.constexpr, EP: tl.constexpr, WIDTH: tl.constexpr, BUDGET: tl.constexpr,
+    SELECTS: tl.constexpr, FREEZES: tl.constexpr, PREFETCHES: tl.constexpr,
+    ROUTING: tl.constexpr, EVICTION: tl.constexpr, PREFETCH: tl.constexpr, GATED: tl.constexpr, RUNNING: tl.constexpr,
+    ELIDED: tl.constexpr, WEIGHTS: tl.constexpr, K: tl.constexpr, K_NEXT: tl.constexpr, J: tl.constexpr,
+    W: tl.constexpr, ROUNDS: tl.constexpr
+):  # fmt: skip
+    """`both_parts` alone: who copies is another matter."""
+    both_parts(
+        ints, reals, words, scales, scores, given, pregate, executed, slots, weights, own_list, copies, counts,
+        layer, following, lam, log_keep, log_gate, factor,
+        E, EP, WIDTH, BUDGET, SELECTS, FREEZES, PREFETCHES, ROUTING, EVICTION, PREFETCH, GATED, RUNNING, ELIDED,
+        WEIGHTS, K, K_NEXT, J, W, ROUNDS, False,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer", "n_tokens"])
@@ -207,7 +241,7 @@ def chunk(  # type: ignore[no-untyped-def]
         key = comparable(priority, EVICTION)
         here_copies = copies + t * (2 * (WIDTH + BUDGET))
         if PREFETCHES:
-            slot, protected, predicted, n_prefetch = part1(
+            slot, protected, predicted, _, n_prefetch = part1(
                 g, tally, slot, key, bonus(lam, scale, range_sum, clock, RUNNING), index, here_copies + 2 * WIDTH,
                 PREFETCH, GATED, K, W, BUDGET, ROUNDS,
             )  # fmt: skip

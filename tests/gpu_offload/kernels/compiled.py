@@ -41,9 +41,7 @@ def compiled(function, constants, **options):
 sys.stdout.write(
     json.dumps(
         {
-            "step": compiled(
-                steps.step, PSR | {"SELECTS": True, "FREEZES": True, "K_NEXT": 8, "EARLY": False}, **steps.OPTIONS
-            ),
+            "step": compiled(steps.step, PSR | {"SELECTS": True, "FREEZES": True, "K_NEXT": 8}, **steps.OPTIONS),
             "chunk": compiled(steps.chunk, PSR | {"HAS_PRIOR": True}, **steps.OPTIONS),
             "choose": compiled(
                 sampling.choose,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from edgemoe.gpu_offload.kernels import copying
-from edgemoe.gpu_offload.kernels.copying import await_copy, begin_copies, serve
+from edgemoe.gpu_offload.kernels.copying import await_copy, issue_demand, look, open_records, serve
 
 E, C, WORDS, CHUNK = 6, 2, 40, 16
 CHUNKS = -(-WORDS // CHUNK)
@@ -30,10 +30,29 @@ def wait(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def begin(copies, n, claims, done, after, experts, current, CHUNKS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    lane = tl.arange(0, LANES)
-    place = tl.load(copies + 2 * lane + 1, mask=lane < n, other=0)
-    begin_copies(copies, place, n, claims, done, after, experts, current, CHUNKS, LANES)
+def begin(expert, slot, claims, done, after, experts, current, CHUNKS: tl.constexpr, EP: tl.constexpr):  # type: ignore[no-untyped-def]
+    index = tl.arange(0, EP)
+    open_records(index, index * 0 + slot, index == expert, claims, done, after, experts, current, CHUNKS)
+
+
+@triton.jit
+def demand(  # type: ignore[no-untyped-def]
+    chosen, place, before, slot, m, n, claims, done, after, experts, current, asked, tickets, turns, demand_queue,
+    queue, out, C: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, EP: tl.constexpr
+):  # fmt: skip
+    index = tl.arange(0, EP)
+    held = tl.load(before + index)
+    bit, marked, there = look(0, held, done, current, asked, C, CHUNKS)
+    wanted, promoted, in_time, late, unused = issue_demand(
+        0, index, tl.load(chosen + index), tl.load(place + index), held, tl.load(slot + index), m, n,
+        bit, marked, there, tl.load(queue), claims, done, after, experts, current, asked, tickets, turns, demand_queue,
+        queue, C, WIDTH, CHUNKS, EP,
+    )  # fmt: skip
+    tl.store(out, wanted)
+    tl.store(out + 1, promoted)
+    tl.store(out + 2, in_time)
+    tl.store(out + 3, late)
+    tl.store(out + 4, unused)
 
 
 class Copies:
@@ -50,10 +69,7 @@ class Copies:
 
     def ask(self, expert: int, which: int) -> int:
         """A copy into `SLOT`, queued: its record."""
-        pairs = torch.tensor([expert, SLOT], dtype=torch.int32)
-        begin[(1,)](
-            pairs, 1, self.claims, self.done, self.after, self.experts, self.current, CHUNKS=CHUNKS, LANES=2
-        )  # fmt: skip
+        begin[(1,)](expert, SLOT, self.claims, self.done, self.after, self.experts, self.current, CHUNKS=CHUNKS, EP=8)
         record = 2 * SLOT + int(self.current[SLOT])
         self.queues[which][int(self.queue[which])] = record
         self.queue[which] += 1
@@ -100,6 +116,40 @@ def cancelled(moved: int) -> dict[str, object]:
     }
 
 
+def turns() -> dict[str, object]:
+    """A layer of 8 experts and 6 slots that executes 5 of at most 6, best first: 3 is new, 0 was prefetched and nobody
+    has begun, 5 was prefetched and is on its way, 1 is there, 4 was prefetched and has just arrived. 6 was prefetched
+    for nothing; 3 takes the slot of 2."""
+    experts, slots, width = 8, 6, 6
+
+    def integers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    chosen, place = integers(1, 1, 0, 1, 1, 1, 0, 0), integers(1, 3, 0, 0, 4, 2, 0, 0)
+    before, slot = integers(0, 1, 2, -1, 3, 4, 5, -1), integers(0, 1, -1, 2, 3, 4, 5, -1)
+    asked, current = integers(1, 0, 0, 1, 1, 1), integers(0, 0, 1, 0, 1, 0)
+    claims, done = (torch.full((2 * slots,), CHUNKS, dtype=torch.int32) for _ in range(2))
+    for at, claimed, arrived in ((0, 0, 0), (4, 2, 1), (5, 0, 0)):
+        record = 2 * at + int(current[at])
+        claims[record], done[record] = claimed, arrived
+    after, of = (torch.zeros(2 * slots, dtype=torch.int32) for _ in range(2))
+    tickets, order = torch.zeros(width, dtype=torch.int32), torch.zeros(2 * width, dtype=torch.int32)
+    wanted, queue, out = (torch.zeros(8, dtype=torch.int32) for _ in range(3))
+    queue[0] = 2  # two copies were asked for before
+    demand[(1,)](
+        chosen, place, before, slot, 5, 1, claims, done, after, of, current, asked, tickets, order, wanted, queue, out,
+        C=slots, WIDTH=width, CHUNKS=CHUNKS, EP=experts,
+    )  # fmt: skip
+    return {
+        "tickets": tickets.tolist(),
+        "turns": order.tolist(),
+        "queue": [wanted.tolist()[2:5], int(queue[0])],
+        "counts": out.tolist()[:5],
+        "marks": int(asked.sum()),
+        "fresh": [int(of[4]), int(claims[4]), int(done[4]), int(claims[5]), int(current[2])],
+    }
+
+
 def main() -> None:
     found: dict[str, object] = {f"cancelled/{moved}": cancelled(moved) for moved in range(CHUNKS + 1)}
 
@@ -137,6 +187,7 @@ def main() -> None:
     copies.ask(DEMANDED, 0)
     copies.serve(100)
     found["gave_up_on_the_old"] = copies.error()
+    found["turns"] = turns()
     sys.stdout.write(json.dumps(found))
 
 

@@ -50,3 +50,24 @@ def test_nothing_is_moved_once_the_text_has_ended(found: dict[str, Any]) -> None
 def test_a_spin_is_bounded_and_says_so(found: dict[str, Any]) -> None:
     """A chunk that is claimed and never arrives: an expert's, and one of a cancelled copy."""
     assert found["gave_up"] == 2 and found["gave_up_on_the_old"] == 1
+
+
+def test_what_is_there_is_worked_on_first(found: dict[str, Any]) -> None:
+    """Then what is on its way, then what nobody has begun, as the demand queue has them; each in the router's order."""
+    case, nobody = found["turns"], -(1 << 30)
+    new, begun, promoted = 2 * 2, 2 * 4 + 1, 2 * 0  # records; the new one is the other of its slot
+    there, arrived = -1 - 1, -1 - 3
+    assert case["tickets"] == [new, promoted, begun, there, arrived, nobody]
+    assert case["turns"][:10] == [there, 3, arrived, 4, begun, 2, new, 0, promoted, 1] and case["turns"][10] == nobody
+    assert case["queue"] == [[begun, new, promoted], 5]
+
+
+def test_marks_are_counted_once_and_taken_off(found: dict[str, Any]) -> None:
+    case = found["turns"]
+    assert case["counts"] == [2, 1, 1, 1, 1]  # demand copies, promoted, in time, late, unused
+    assert case["marks"] == 0
+
+
+def test_a_copy_begins_with_a_record_of_its_own(found: dict[str, Any]) -> None:
+    expert, claims, done, cancelled, current = found["turns"]["fresh"]
+    assert (expert, claims, done, current) == (3, 0, 0, 0) and cancelled > 3
