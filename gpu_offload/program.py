@@ -101,13 +101,13 @@ class TokenProgram:
     def launch(self) -> None:
         """Append the token that `control` says, where it says; logits in `logits`. Nothing, once the text has ended."""
         w, shape = self.weights, self.weights.shape
-        deciding.begin[(1,)](self.records.queue, num_warps=1)
-        joined = self._fork()
-        self.policy.begin_token(self._token.view(1))
+        self.policy.begin_token(self._token.view(1))  # two kernels before the first decision, which reads it early
         block = 1024
         dense.load_token[_blocks(shape.d_model, block)](
-            self._token, w.embedding, self.x, self._stop, WIDTH=shape.d_model, BLOCK=block, num_warps=4
-        )
+            self._token, w.embedding, self.x, self._stop, self.records.queue,
+            WIDTH=shape.d_model, BLOCK=block, EARLY=self._early, num_warps=4,
+        )  # fmt: skip
+        joined = self._fork()
         if self._recorded is not None:
             values = self.scores.numel()
             dense.load_recorded[_blocks(values, block)](
@@ -154,11 +154,10 @@ class TokenProgram:
         scores = None if layer is None else self.scores[layer, 0]
         pregate = None if layer is None or following is None or not policy.uses_pregate else self.scores[layer, 1]
         arguments, constants = policy.arguments(layer, following, scores, pregate)
-        early = {"EARLY": False} if layer is None else self._following
         deciding.decide[(1,)](
             *arguments, self._stop, *r.arguments,
             C=r.slots.capacity, CHUNKS=r.chunks,
-            LANES=max(32, triton.next_power_of_2(max(policy.width, policy.budget))), **constants, **early,
+            LANES=max(32, triton.next_power_of_2(max(policy.width, policy.budget))), **constants, **self._following,
         )  # fmt: skip
         if not self.concurrent:
             self._serve(blocks=1, drain=self.drain)

@@ -75,10 +75,3 @@ def decide(  # type: ignore[no-untyped-def]
             tl.atomic_xchg(queue + FINISHED, 1, sem="release")
     else:
         await_previous(EARLY)
-
-
-@triton.jit
-def begin(queue):  # type: ignore[no-untyped-def]
-    """Before a token: both queues empty, nothing finished. Errors stay until the host has seen them."""
-    word = tl.arange(0, 4)
-    tl.store(queue + word, 0, mask=word < 3)

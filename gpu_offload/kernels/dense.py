@@ -8,12 +8,20 @@ first columns are asked for before the kernel before has ended.
 import triton
 import triton.language as tl
 
+from edgemoe.gpu_offload.kernels.copying import ERROR
 from edgemoe.gpu_offload.kernels.ordering import await_previous
 
 
 @triton.jit
-def load_token(tokens, embedding, x, stop, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x [WIDTH] float32 becomes the embedding [V, WIDTH] of tokens[0]. Grid: blocks of BLOCK."""
+def load_token(  # type: ignore[no-untyped-def]
+    tokens, embedding, x, stop, queue, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    """A token begins: x [WIDTH] float32 becomes the embedding [V, WIDTH] of tokens[0], and both queues of copies are
+    empty. Errors stay until the host has seen them. Grid: blocks of BLOCK."""
+    await_previous(EARLY)
+    if tl.program_id(0) == 0:
+        word = tl.arange(0, 4)
+        tl.store(queue + word, 0, mask=word < ERROR)
     if tl.load(stop) == 0:
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         token = tl.load(tokens).to(tl.int64)
