@@ -108,10 +108,11 @@ def kept_in_place(slot_of: np.ndarray, held: np.ndarray) -> np.ndarray:
     slot_of [E]: −1 or a slot; held [C]: the expert in each slot, −1 for none. Which slot an expert has decides nothing.
     """
     out = np.full_like(slot_of, -1)
+    slots = np.flatnonzero(held >= 0)
+    slots = slots[slot_of[held[slots]] >= 0][::-1]  # of two with one expert, the first stays
+    out[held[slots]] = slots
     taken = np.zeros(len(held), bool)
-    for slot, expert in enumerate(held.tolist()):
-        if expert >= 0 and slot_of[expert] >= 0 and out[expert] < 0:
-            out[expert], taken[slot] = slot, True
-    rest = [e for e in np.flatnonzero(slot_of >= 0).tolist() if out[e] < 0]
+    taken[out[out >= 0]] = True
+    rest = np.flatnonzero((slot_of >= 0) & (out < 0))
     out[rest] = np.flatnonzero(~taken)[: len(rest)]
     return out

@@ -8,15 +8,15 @@ from edgemoe.gpu_offload.arithmetic import Product, run_expert
 from edgemoe.gpu_offload.executor import Counters
 
 
-def rows_by_expert(executed: np.ndarray) -> tuple[np.ndarray, dict[int, tuple[int, int]]]:
+def rows_by_expert(executed: np.ndarray, n_experts: int) -> tuple[np.ndarray, np.ndarray]:
     """executed [T, k], −1 where a gate was elided: the places t · k + i of all others [N], those of one expert side by
-    side, and each expert's span of them, in index order."""
-    flat = executed.reshape(-1)
-    order = np.argsort(flat, kind="stable")
-    order = order[flat[order] >= 0]
-    experts, starts = np.unique(flat[order], return_index=True)
-    ends = [*starts[1:].tolist(), len(order)]
-    return order, dict(zip(experts.tolist(), zip(starts.tolist(), ends, strict=True), strict=True))
+    side, and where each expert's begin and the last one's end [E + 1]."""
+    flat = executed.reshape(-1).astype(np.int16)  # few bits are sorted in one pass
+    counts = np.bincount(flat + 1, minlength=n_experts + 1)
+    order = np.argsort(flat, kind="stable")[counts[0] :]
+    bounds = np.zeros(n_experts + 1, np.int64)
+    np.cumsum(counts[1:], out=bounds[1:])
+    return order, bounds
 
 
 class Grouped:
@@ -26,8 +26,9 @@ class Grouped:
     """
 
     def __init__(self, h: torch.Tensor, executed: np.ndarray, multiply: Product) -> None:
-        order, self._spans = rows_by_expert(executed)
-        self.experts = list(self._spans)
+        order, bounds = rows_by_expert(executed, int(executed.max(initial=-1)) + 1)
+        self._bounds = bounds.tolist()
+        self.experts = np.flatnonzero(np.diff(bounds)).tolist()
         self._shape = executed.shape
         self._order = _on(torch.from_numpy(order), h.device)
         self._rows = h[self._order // executed.shape[1]]
@@ -36,7 +37,7 @@ class Grouped:
         self._multiply = multiply
 
     def run(self, expert: int, views: ExpertViews) -> None:
-        first, last = self._spans[expert]
+        first, last = self._bounds[expert : expert + 2]
         self._results[first:last] = run_expert(self._rows[first:last], views, self._multiply)
 
     def mixed(self, weights: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The experts of a chunk of a prompt: products of many rows, each expert's rows side by side, several experts at once.
 
 A tile is an expert's place in memory and a span of at most ROWS of its rows: tiles [n, 3] int32 as (place, first,
-last). Row r of the sorted order belongs to token order[r] // k of the chunk, and is its order[r] % k-th expert.
-Inputs are rounded to the storage type; sums are float32.
+last). A launch runs the tiles of as many experts as are there. Row r of the sorted order belongs to token order[r] // k
+of the chunk, and is its order[r] % k-th expert. Inputs are rounded to the storage type; sums are float32.
 """
 
 import triton
@@ -59,3 +59,16 @@ def down(  # type: ignore[no-untyped-def]
         sums = tl.dot(x, tl.load(line + at[:, None], mask=there, other=0.0), sums, input_precision="ieee")
     place = tl.load(order + row, mask=inside, other=0).to(tl.int64)
     tl.store(out + place[:, None] * D + column[None, :], sums, mask=inside[:, None] & (column < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["first_move"])
+def move(moves, first_move, source, target, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """target [places, SIZE] at moves[i, 1] becomes source [places, SIZE] at moves[i, 0]; moves [n, 2] int32.
+
+    Grid: (moves, blocks of BLOCK of SIZE).
+    """
+    pair = moves + (first_move + tl.program_id(0)) * 2
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = at < SIZE
+    value = tl.load(source + tl.load(pair).to(tl.int64) * SIZE + at, mask=there)
+    tl.store(target + tl.load(pair + 1).to(tl.int64) * SIZE + at, value, mask=there)

@@ -85,11 +85,11 @@ def test_a_gpu_s_buffers_fit_into_what_is_said_of_them(tmp_path, dtype):
     kept = [records.claims, records.done, records.after, records.experts, records.current, records.asked]
     assert needed.slot * 9 == executor.slots.bytes.nbytes + sum(tensor.nbytes for tensor in kept)
     assert needed.kv == program.keys.nbytes + program.values.nbytes
+    parts = (program, prompt, prompt._layers, prompt._products, prompt._staging)
     others = [
-        *(value for value in vars(program).values() if isinstance(value, torch.Tensor)),
+        *(value for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor)),
         *(tensor for decided in prompt._decided for tensor in decided.tensors),
-        *(prompt._staging._buffers, executor.slots.staging, prompt._scores, prompt._pregates),
-        *(*executor._policy.state.tensors, *executor._policy.decisions.tensors),
+        *(executor.slots.staging, *executor._policy.state.tensors, *executor._policy.decisions.tensors),
     ]
     held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in others}
     kv = [tensor.untyped_storage().data_ptr() for tensor in (program.keys, program.values)]
