@@ -119,13 +119,15 @@ def _ratios(report: Report) -> Table:
 def _equal_kl(report: Report) -> Table:
     from edgemoe.cli.output import table
 
-    made = table("at equal KL", "slots", "KL", "against", "its time / the row's", "95%", "p", left=("against",))
+    made = table(
+        "at equal KL", "slots", "KL", "against", "its time / the row's", "95%", "p", "95% with KL's", left=("against",)
+    )
     for one in report.equal_kl:
         ratio = one.ratio
-        interval = f"{ratio.low:.3f}–{ratio.high:.3f}"
         made.add_row(
-            one.row, str(one.slots), f"{one.kl:.4f}", one.family, f"{ratio.ratio:.3f}", interval,
-            f"{ratio.p:.2g}",
+            one.row, str(one.slots), f"{one.kl:.4f}", one.family, f"{ratio.ratio:.3f}",
+            f"{ratio.low:.3f}–{ratio.high:.3f}", f"{ratio.p:.2g}",
+            "–" if one.with_kl is None else f"{one.with_kl[0]:.3f}–{one.with_kl[1]:.3f}",
         )  # fmt: skip
     return made
 

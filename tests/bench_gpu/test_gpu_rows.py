@@ -86,6 +86,19 @@ def test_equal_kl_takes_the_rows_next_to_it_and_those_at_the_very_ends() -> None
     assert inside.ratio.ratio == pytest.approx(4 * 0.25 ** (np.log(1.5) / np.log(2)))
 
 
+def test_between_two_rows_what_lies_above_everything_resident_is_a_power_of_kl() -> None:
+    """Copies of 1 ms each above 1 ms: 8, 4 and 2 of them at a KL of 0.01, 0.02 and 0.04."""
+    resident = row(preset("exact-lru"), [1.0, 1.0], slots=64, name="resident")
+    two = [prior(0.1, 0.01, [9.0, 9.0]), prior(0.3, 0.04, [3.0, 3.0])]
+    steered = row(preset("psr-gated"), [2.5, 2.5], kl=0.02)
+    [found] = at_equal_kl([resident, steered, *two])
+    assert found.ratio.ratio == pytest.approx(5 / 2.5)
+    [elsewhere] = at_equal_kl([replace(resident, executor="host"), steered, *two])
+    assert elsewhere.ratio.ratio == pytest.approx(27**0.5 / 2.5)
+    slow = replace(resident, rounds=(4.0, 4.0))  # a clock that says so is no floor
+    assert at_equal_kl([slow, steered, *two]) == [elsewhere]
+
+
 def test_the_wider_interval_is_that_of_rounds_and_of_windows_together() -> None:
     """Baselines without a spread of their own: the row's KL moves the ratio by slope times its share."""
     steered = row(preset("psr-gated"), [3.0, 3.3, 2.7], kl=0.02)
@@ -101,9 +114,10 @@ def test_the_wider_interval_is_that_of_rounds_and_of_windows_together() -> None:
     df = (clock**2 + kl**2) ** 2 / (clock**4 / 2 + (kl**2) ** 2 / welch(spread))
     assert np.log(high / low) / 2 == pytest.approx(scipy.t.ppf(0.975, df) * np.hypot(clock, kl))
     assert np.sqrt(low * high) == pytest.approx(ratio.ratio) and low < ratio.low and ratio.high < high
-    alike = {key: dict.fromkeys("ab", spread["a"] * kl / 0.02) for key, kl in zip(windows, (0.02, 0.01, 0.04))}
+    shares = dict(zip(windows, (1, 0.5, 2), strict=True))
+    alike = {key: dict.fromkeys("ab", spread["a"] * share) for key, share in shares.items()}
     [same] = at_equal_kl([steered, *lru], Quality({}, (), alike))  # windows that move all three alike move nothing
-    assert same.with_kl == pytest.approx((ratio.low, ratio.high), rel=0.03)
+    assert same.with_kl == pytest.approx((ratio.low, ratio.high))
     [unknown] = at_equal_kl([steered, *lru], Quality({}, (), {(steered.policy_hash, 32): spread}))
     assert unknown.with_kl is None
 
@@ -151,6 +165,8 @@ def test_policies_are_named() -> None:
     assert list(several) == ["exact-lru", "psr:n2:w4 λ0.1", "psr:n2:w4 λ0.3"]
     assert several["psr:n2:w4 λ0.3"] == preset("psr", budget=2, window=4, lam=0.3)
     assert family_of(asdict(several["psr:n2:w4 λ0.3"])) == "psr n=2 w=4"
+    steered = preset("psr-gated", top_j=2, eviction="lru")
+    assert family_of(asdict(steered)) == "psr-gated lru J=2 n=1 w=8"
     own = parse_policies("cache-prior:λ0.15:J2,psr", parse_lambdas("0.1,0.3"))
     assert list(own) == ["cache-prior:J2 λ0.15", "psr λ0.1", "psr λ0.3"]
     assert own["cache-prior:J2 λ0.15"] == preset("cache-prior", lam=0.15, top_j=2)

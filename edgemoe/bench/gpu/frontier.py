@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from edgemoe.bench.gpu.limits import RESIDENT
 from edgemoe.bench.gpu.rows import Row
 from edgemoe.errors import UserError
 from edgemoe.policy import Policy
@@ -91,47 +92,55 @@ class AtEqualKl:
 
 @dataclass(frozen=True)
 class _There:
-    """A family at a KL: between two of its rows, log latency linear in log KL."""
+    """A family at a KL, between two of its rows: what copies cost is a power of KL there."""
 
     name: str
     rows: tuple[Row, Row]
     weight: float
     """Of the second row."""
+    floor: np.ndarray  # [R] seconds, of everything resident
 
     @property
-    def logs(self) -> np.ndarray:  # [R] log seconds
-        low, high = (np.log(np.array(row.rounds)) for row in self.rows)
-        return (1 - self.weight) * low + self.weight * high
+    def above(self) -> np.ndarray:  # [R] seconds beyond the floor
+        low, high = (np.log(np.array(row.rounds) - self.floor) for row in self.rows)
+        return np.exp((1 - self.weight) * low + self.weight * high)
+
+    @property
+    def times(self) -> np.ndarray:  # [R] seconds
+        return self.floor + self.above
 
     @property
     def slope(self) -> float:
-        """d log latency / d log KL."""
-        (low, high), (x_low, x_high) = self.rows, (np.log(row.kl or 1.0) for row in self.rows)
-        return float((np.log(high.rounds) - np.log(low.rounds)).mean() / (x_high - x_low))
+        """d log time / d log KL."""
+        low, high = (np.log(np.array(row.rounds) - self.floor) for row in self.rows)
+        apart = np.log((self.rows[1].kl or 1.0) / (self.rows[0].kl or 1.0))
+        return float(((high - low) / apart * self.above / self.times).mean())
 
 
 def at_equal_kl(rows: Sequence[Row], quality: Quality | None = None) -> list[AtEqualKl]:
     """Each psr-gated row with a KL against Cache-Prior rows of the same slots and executor.
 
     A family is a variant of Cache-Prior (eviction, J, scale) at several λ. In each round, its latency at the row's KL
-    is interpolated between its two nearest rows, log latency over log KL; where a family's KLs do not enclose the
-    row's, it says nothing. The family with the lowest mean is the one to compare with. quality: the windows' KLs.
+    is interpolated between its two nearest rows: the logarithm of the time beyond everything resident, which follows
+    the copies, over log KL. Where a family's KLs do not enclose the row's, it says nothing. The family with the lowest
+    mean is the one to compare with. quality: the windows' KLs.
     """
     found = []
     for row in rows:
         if not row.kl or not _is_steered(row) or len(row.rounds) < 2:
             continue
-        there = [at for name, members in _families(rows, row).items() if (at := _between(name, members, row.kl))]
+        families, floor = _families(rows, row), _floor(rows, row)
+        there = [at for name, members in families.items() if (at := _between(name, members, row.kl, floor))]
         if not there:
             continue
-        best = min(there, key=lambda at: float(np.exp(at.logs).mean()))
-        times = {at.name: float(np.exp(at.logs).mean()) for at in there}
+        best = min(there, key=lambda at: float(at.times.mean()))
+        times = {at.name: float(at.times.mean()) for at in there}
         low, high = best.rows
         found.append(
             AtEqualKl(
                 row.name, row.share, row.slots, row.kl, best.name, (low.name, high.name),
                 (float(low.kl or 0.0), float(high.kl or 0.0)), dict(sorted(times.items(), key=lambda one: one[1])),
-                log_ratio(np.exp(best.logs), row.rounds), None if quality is None else _with_kl(row, best, quality),
+                log_ratio(best.times, row.rounds), None if quality is None else _with_kl(row, best, quality),
             )
         )  # fmt: skip
     return found
@@ -151,7 +160,7 @@ def _with_kl(row: Row, best: _There, quality: Quality) -> tuple[float, float] | 
         shares = ((one or {})[text] / (of.kl or 1.0) for one, of in zip(known, (row, *best.rows), strict=True))
         own, low, high = shares
         parts.append(paired_difference(own, (1 - best.weight) * low + best.weight * high))
-    clock, divergence = paired_difference(best.logs, np.log(np.array(row.rounds))), mean_over_tasks(parts)
+    clock, divergence = paired_difference(np.log(best.times), np.log(row.rounds)), mean_over_tasks(parts)
     moved = replace(clock, mean=0.0, se=abs(best.slope) * divergence.se, df=divergence.df)
     half = mean_over_tasks([clock, moved])  # of independent parts: their sum is twice that
     return float(np.exp(2 * half.low)), float(np.exp(2 * half.high))
@@ -181,15 +190,27 @@ def family_of(policy: Mapping[str, Any]) -> str:
         return f"cache-prior {policy['eviction']} J={policy['top_j']}" + (
             ", running" if policy["scale"] == "running" else ""
         )
-    gate = "psr-gated" if policy["gate"] == "predicted" else "psr"
-    return f"{gate} n={policy['budget']} w={policy['window']}"
+    steered = "psr-gated" if policy["gate"] == "predicted" else "psr"
+    steered += "" if policy["eviction"] == "score" else f" {policy['eviction']}"
+    steered += f" J={policy['top_j']}" if policy["top_j"] else ""
+    return f"{steered} n={policy['budget']} w={policy['window']}"
 
 
-def _between(name: str, members: Sequence[Row], kl: float) -> _There | None:
+def _floor(rows: Sequence[Row], beside: Row) -> np.ndarray:  # [R] seconds
+    """Everything resident on the same executor; nothing where that was not run."""
+    for row in rows:
+        if row.name == RESIDENT and (row.executor, len(row.rounds)) == (beside.executor, len(beside.rounds)):
+            return np.array(row.rounds)
+    return np.zeros(len(beside.rounds))
+
+
+def _between(name: str, members: Sequence[Row], kl: float, floor: np.ndarray) -> _There | None:
     """None where the members' KLs do not enclose this one."""
     members = sorted(members, key=lambda row: row.kl or 0.0)
     for low, high in pairwise(members):
         bottom, top = low.kl or 0.0, high.kl or 0.0
         if 0 < bottom <= kl <= top and bottom < top:
-            return _There(name, (low, high), float(np.log(kl / bottom) / np.log(top / bottom)))
+            above = all((np.array(row.rounds) > floor).all() for row in (low, high))  # a CPU's clock may say otherwise
+            weight = float(np.log(kl / bottom) / np.log(top / bottom))
+            return _There(name, (low, high), weight, floor if above else np.zeros_like(floor))
     return None

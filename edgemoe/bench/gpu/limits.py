@@ -16,6 +16,7 @@ from edgemoe.errors import UserError
 from edgemoe.gpu_offload.weights import Weights
 from edgemoe.policy import preset
 
+RESIDENT = "resident"  # the row with a slot for every expert
 REPEATS = 5
 _LARGE = 1 << 29  # bytes of a large copy, at most a layer's experts
 _VRAM = 1 << 32  # many times what a level-2 cache holds
@@ -96,7 +97,7 @@ def _seconds(run: Callable[[], object], device: str) -> float:
 def resident_arm(subject: Subject) -> Arm:
     """Everything resident: no copy is ever needed."""
     executor = CPU if subject.device == "cpu" else DEVICE
-    return Arm("resident", preset("exact-lru"), subject.weights.shape.n_experts, executor, "100%")
+    return Arm(RESIDENT, preset("exact-lru"), subject.weights.shape.n_experts, executor, "100%")
 
 
 def compute_of(weights: Weights, token_s: float, position: float) -> Compute:

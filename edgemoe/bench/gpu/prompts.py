@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from edgemoe.bench.gpu.clocks import DEVICE, Arm, executor_of, label
-from edgemoe.bench.gpu.limits import resident_arm
+from edgemoe.bench.gpu.limits import RESIDENT, resident_arm
 from edgemoe.bench.gpu.measure import Timed
 from edgemoe.bench.gpu.rows import config_of
 from edgemoe.bench.gpu.subject import Subject
@@ -93,7 +93,7 @@ def arms_prompted(arms: Sequence[Arm], subject: Subject) -> list[Arm]:
     """Those of the device-resident executor, or of the first that there is; everything resident once."""
     executor = DEVICE if any(arm.executor == DEVICE for arm in arms) else arms[0].executor if arms else ""
     resident = resident_arm(subject)
-    return [arm for arm in arms if arm.executor == executor and (arm.slots < resident.slots or arm.name == "resident")]
+    return [arm for arm in arms if arm.executor == executor and (arm.slots < resident.slots or arm.name == RESIDENT)]
 
 
 def _ids(subject: Subject, tokens: int) -> np.ndarray:
