@@ -64,17 +64,18 @@ def forced(engine: OffloadEngine) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-3), ("bfloat16", 2e-2)])
 @pytest.mark.parametrize("name", ["exact-lru", "psr-gated"])
 def test_logits_are_the_cpu_s(name: str, dtype: str, bound: float, executor: str) -> None:
-    """As `test_offload_accuracy` holds the CPU's to llama.cpp's. bfloat16 turns near-ties of the router; steered
-    routing remembers them, so there rows are compared where the same experts ran."""
+    """As `test_offload_accuracy` holds the CPU's to llama.cpp's. bfloat16 turns near-ties of the router, and what
+    follows attends to the rows where it did: rows are compared up to the first one in which other experts ran."""
     policy = GATED if name == "psr-gated" else preset(name)
     with demo("cpu", dtype=dtype, policy=policy, record=True, verify_slots=False) as engine:
         b, theirs = forced(engine)
     with demo(dtype=dtype, policy=policy, record=True, executor=executor) as engine:
         a, ours = forced(engine)
     alike = (np.sort(ours, -1) == np.sort(theirs, -1)).all(axis=(0, 2))
+    so_far = np.logical_and.accumulate(alike.reshape(len(DOMAINS), -1), axis=1).reshape(-1)
     error = np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)
-    assert np.median(error[alike]) < bound / 4 and np.quantile(error[alike], 0.95) < bound
-    assert alike.mean() > (0.99 if dtype == "float32" else 0.6)
+    assert np.median(error[so_far]) < bound / 2 and error[so_far].max() < bound
+    assert so_far.mean() > 0.99 if dtype == "float32" else so_far.any()
     gap = b.max(1) - b[np.arange(len(a)), a.argmax(1)]
     assert (gap <= 2 * np.abs(a - b).max(1)).all()
 
@@ -167,7 +168,7 @@ def test_a_text_that_ends_within_a_block_ends_there(engine: OffloadEngine, monke
     """Replays behind the end do nothing: context, logical cache and slots are those of the end."""
     prompt = engine.tokenize(TEXT.encode())
     engine.prefill(prompt)
-    block = engine.extend(7, 16, Options(**GREEDY))  # type: ignore[arg-type]
+    block = engine.extend(7, 16, Options(seed=3, ignore_eos=True))
     at = next(i for i in range(1, 16) if block[i] not in block[:i])
     engine.reset()
     engine.prefill(prompt)
@@ -177,7 +178,7 @@ def test_a_text_that_ends_within_a_block_ends_there(engine: OffloadEngine, monke
     engine.reset()
     engine.prefill(prompt)
     monkeypatch.setattr(OffloadEngine, "eos_tokens", frozenset({block[at]}))
-    ended = engine.extend(7, 16, Options(temperature=0.0))
+    ended = engine.extend(7, 16, Options(seed=3))
     assert ended == block[: at + 1] and engine.position == len(prompt) + at + 1
     assert np.array_equal(engine.executor.slot_of() >= 0, resident)
     engine.verify()
