@@ -1,7 +1,20 @@
-"""What every test may rely on: Ctrl-C means the same wherever the suite runs."""
+"""What every test may rely on: Ctrl-C means the same wherever the suite runs, a busy machine is no failure, and a
+worker keeps to its share of the cores.
+"""
 
+import os
 import signal
+
+from hypothesis import settings
 
 # A job in the background of a shell ignores SIGINT, and hands that on to every program it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Beside another worker an example may take any time.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
+
+# torch and BLAS take every core, in the tests' own programs too: beside another worker, threads wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
