@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,6 +132,5 @@ def test_statx_tells_the_alignment_or_nothing(file: int) -> None:
     assert declared is None or declared == (0, 0) or all(value & (value - 1) == 0 < value for value in declared)
     shared = Path("/dev/shm")
     if shared.is_dir():
-        with (shared / f"edgemoe-test-{os.getpid()}").open("w+b") as inside:
-            Path(inside.name).unlink()
+        with tempfile.TemporaryFile(dir=shared) as inside:
             assert declared_alignment(inside.fileno()) in (None, (0, 0)) or open_direct(inside.fileno(), 512)
