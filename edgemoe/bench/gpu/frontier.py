@@ -138,7 +138,7 @@ def at_equal_kl(rows: Sequence[Row], quality: Quality | None = None) -> list[AtE
         low, high = best.rows
         found.append(
             AtEqualKl(
-                row.name, row.share, row.slots, row.kl, best.name, (low.name, high.name),
+                row.label, row.share, row.slots, row.kl, best.name, (low.label, high.label),
                 (float(low.kl or 0.0), float(high.kl or 0.0)), dict(sorted(times.items(), key=lambda one: one[1])),
                 log_ratio(best.times, row.rounds), None if quality is None else _with_kl(row, best, quality),
             )
