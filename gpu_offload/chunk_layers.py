@@ -58,7 +58,7 @@ class ChunkLayers:
         keys, values, power = p.keys[layer], p.values[layer], triton.next_power_of_2
         chunk_attention.place[count, 3](
             qkv, w.q_norm, w.k_norm, p.cos, p.sin, self._q, keys, values, self._position, p.n_ctx,
-            shape.norm_eps, shape.clip_qkv or 0.0,
+            shape.norm_eps, float(shape.clip_qkv or 0.0),
             Q_P=power(shape.d_query), KV_P=power(shape.d_kv), CLIPS=shape.clip_qkv is not None, **heads,
         )  # fmt: skip
         rows = _ROWS[self.weights.dtype]
