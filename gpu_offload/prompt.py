@@ -100,7 +100,8 @@ class Prompt:
         counters.misses += told.misses
         counters.demand += len(missing)
         counters.prefetch, counters.unused = counters.prefetch + unused, counters.unused + unused
-        coming = [*sent, *(e for e in missing if e not in set(sent))]
+        known = set(sent)
+        coming = [*sent, *(e for e in missing if e not in known)]
         ends = slot_of[np.array(coming, np.int64)]
         self._products.plan(order, bounds, (here, where[here]), (coming, self._staging.places(len(coming))), ends)
         self._products.run_held(self._layers.rows(), self.slots.bytes[layer])
