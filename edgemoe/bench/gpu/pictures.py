@@ -1,6 +1,6 @@
 """Figures 1, 2 and 4 of the PSR paper, of this run: latency against KL, its distribution, and what was copied."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,6 @@ def _distribution(rows: Sequence[Row], shares: Sequence[str], title: str) -> Any
     """Figure 2: the share of tokens that are slower than x."""
     if not shares:
         return None
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
     figure, axes = _figure(len(shares), title)
     names = list(dict.fromkeys(row.name for row in rows if row.share in shares))
     for axis, share in zip(axes, shares, strict=True):
@@ -61,15 +59,22 @@ def _distribution(rows: Sequence[Row], shares: Sequence[str], title: str) -> Any
             # A policy has one colour on all executors.
             style, colour = "-" if row.label == row.name else "--", f"C{names.index(row.name)}"
             axis.plot(1e3 * np.array(row.quantiles), slower, style, color=colour, lw=1.2, label=row.label)
-        axis.set_xscale("log")
-        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.xaxis.set_minor_formatter(NullFormatter())
+        _log_scale(axis.set_xscale, axis.xaxis, (1, 2, 5))
         axis.set_ylabel(f"{share}: share of slower tokens")
         axis.grid(alpha=0.3, which="both")
         axis.legend(fontsize=6)
     axes[-1].set_xlabel("ms per token")
     return figure
+
+
+def _log_scale(set_scale: Callable[[str], None], axis: Any, digits: Sequence[int] = (1, 2, 3, 4, 6, 8)) -> None:
+    """With plain numbers at these digits."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    set_scale("log")
+    axis.set_major_locator(LogLocator(subs=digits))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _decomposition(rows: Sequence[Row], shares: Sequence[str], title: str) -> Any:
@@ -98,7 +103,7 @@ def _decomposition(rows: Sequence[Row], shares: Sequence[str], title: str) -> An
 
 
 def _frontier(rows: Sequence[Row], shares: Sequence[str], title: str) -> Any:
-    """Figure 1: ms per token against KL, where a KL was given."""
+    """Figure 1: ms per token against KL, where a KL was given; on log scales, as rows are compared between."""
     shares = [share for share in shares if any(row.share == share and row.kl is not None for row in rows)]
     if not shares:
         return None
@@ -114,6 +119,9 @@ def _frontier(rows: Sequence[Row], shares: Sequence[str], title: str) -> Any:
                 [row.kl for row in ordered], [1e3 * (row.mean or 0.0) for row in ordered],
                 marker=marker, ms=5, lw=1, label=name,
             )  # fmt: skip
+        if all(row.kl for found in families.values() for row in found):  # exact routing's 0 has no place on them
+            _log_scale(axis.set_xscale, axis.xaxis)
+            _log_scale(axis.set_yscale, axis.yaxis)
         axis.set_xlabel("KL(exact ‖ steered), nats")
         axis.set_ylabel(f"{share}: ms per token")
         axis.grid(alpha=0.3)
