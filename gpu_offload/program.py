@@ -167,7 +167,7 @@ class TokenProgram:
         slots = r.slots.bytes.view(w.dtype)
         d, f = shape.d_model, shape.d_expert
         width = self.policy.width
-        experts.gate_and_up[width, _blocks(f, t.gate_and_up.rows)[0]](
+        experts.gate_and_up[_blocks(f, t.gate_and_up.rows)[0], width](
             self.x, w.layers[layer].ffn_norm, slots, r.turns, self._hidden, self._stop, shape.norm_eps,
             *self._memory(), r.experts, r.claims, r.after, r.done, r.queue, layer,
             WIDTH=width, D=d, F=f, **self._copying(), **self._options(t.gate_and_up),

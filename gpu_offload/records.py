@@ -76,7 +76,7 @@ class Records:
 
     def check(self) -> None:
         """Raise `UserError` if a spin on the device gave up: what followed is not to be trusted."""
-        code = int(self.queue[3])
+        code = int(self.queue[4])
         if code:
             raise UserError(
                 f"a copy on the GPU did not arrive within its bound (code {code}): another program may hold the link; "

@@ -63,10 +63,9 @@ def attend(  # type: ignore[no-untyped-def]
     nth = tl.arange(0, BLOCK)
     stopped = tl.load(stop)
     here = tl.load(position)
-    # Splits are whole blocks. The first is asked for before this token's query is there.
-    span = tl.cdiv(tl.cdiv(here + 1, BLOCK), SPLITS) * BLOCK
-    begin = split * span
-    end = tl.minimum(begin + span, here + 1)
+    # A split has every SPLITS-th block of positions. The first is asked for before this token's query is there.
+    begin = split * BLOCK
+    end = here + 1
     cache = kv.to(tl.int64) * n_ctx * D
     rows = begin + nth
     places = cache + rows.to(tl.int64)[:, None] * D + at[None, :]
@@ -80,7 +79,7 @@ def attend(  # type: ignore[no-untyped-def]
         q = rotated(straight, crossed, angle_cos, angle_sin, D) * (1.0 / tl.sqrt(float(D)))
         new_k = tl.zeros((D,), keys.dtype.element_ty)
         new_v = new_k
-        if (begin <= here) & (here < begin + span):
+        if (here // BLOCK) % SPLITS == split:
             new = qkv + N_HEADS * D
             straight, crossed = normed(new, k_norm, kv, eps, clip, N_KV * D, KV_P, D, CLIPS)
             new_k = rotated(straight, crossed, angle_cos, angle_sin, D).to(keys.dtype.element_ty)
@@ -95,7 +94,7 @@ def attend(  # type: ignore[no-untyped-def]
             q, tl.where(mine, new_k[None, :], k), tl.where(mine, new_v[None, :], v), rows < end,
             -float("inf"), 0.0, tl.zeros((D,), tl.float32),
         )  # fmt: skip
-        for start in range(begin + BLOCK, end, BLOCK):
+        for start in range(begin + SPLITS * BLOCK, end, SPLITS * BLOCK):
             rows = start + nth
             places = cache + rows.to(tl.int64)[:, None] * D + at[None, :]
             k = tl.load(keys + places, mask=(rows < here)[:, None], other=0.0)

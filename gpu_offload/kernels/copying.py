@@ -40,10 +40,12 @@ NO_TICKET = tl.constexpr(-(1 << 30))
 DEMAND_TAIL = tl.constexpr(0)
 PREFETCH_TAIL = tl.constexpr(1)
 FINISHED = tl.constexpr(2)
-ERROR = tl.constexpr(3)  # bits, one for each kind of spin that gave up
+TURNS = tl.constexpr(3)  # layers of this token whose tickets and turns are there
+ERROR = tl.constexpr(4)  # bits, one for each kind of spin that gave up
 CANCELLED_COPY = tl.constexpr(1)
 EXPERT = tl.constexpr(2)
 DECISION = tl.constexpr(4)
+TURN = tl.constexpr(8)
 
 # Words of `tally`, [8] int64: running totals, as `edgemoe.gpu_offload.executor.Counters` has them.
 LOADS = tl.constexpr(0)
@@ -105,6 +107,20 @@ def await_copy(  # type: ignore[no-untyped-def]
         looks += 1
     if arrived < CHUNKS:
         tl.atomic_or(queue + ERROR, EXPERT)
+    tl.debug_barrier()
+
+
+@triton.jit
+def await_turns(queue, layer):  # type: ignore[no-untyped-def]
+    """Return when a layer's tickets and turns may be read, past the L1 cache. The decision that writes them is running:
+    its block let the waiting ones begin."""
+    known = tl.atomic_add(queue + TURNS, 0, sem="acquire")
+    looks = 0
+    while (known <= layer) & (looks < PATIENCE):
+        known = tl.atomic_add(queue + TURNS, 0, sem="acquire")
+        looks += 1
+    if known <= layer:
+        tl.atomic_or(queue + ERROR, TURN)
     tl.debug_barrier()
 
 

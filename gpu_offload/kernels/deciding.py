@@ -17,13 +17,23 @@ from edgemoe.gpu_offload.kernels.copying import (
     LOADS,
     MISSES,
     PREFETCHED,
+    TURNS,
     UNUSED,
     issue_demand,
     issue_prefetch,
     look,
 )
 from edgemoe.gpu_offload.kernels.ordering import await_previous
-from edgemoe.gpu_offload.kernels.steps import N_INTS, SLOT_OF, both_parts
+from edgemoe.gpu_offload.kernels.policy import comparable, experts_of, part2
+from edgemoe.gpu_offload.kernels.steps import (
+    MASKED_SCORE,
+    N_COUNTS,
+    list_decisions,
+    look_ahead,
+    recalled,
+    recalled_ahead,
+    remember,
+)
 
 
 @triton.jit(do_not_specialize=["layer", "following"])
@@ -38,37 +48,68 @@ def decide(  # type: ignore[no-untyped-def]
     W: tl.constexpr, ROUNDS: tl.constexpr, C: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
     EARLY: tl.constexpr
 ):  # fmt: skip
-    """Nothing where the text has ended (`stop`). Lists as `steps.both_parts` has them, the rest as `Records` has it."""
+    """Arguments as `steps.step` has them, then `stop` (nothing is done once the text has ended) and those of `Records`.
+    `TURNS` of the queue says which layers' tickets and turns are there, for experts that do not wait for the rest."""
     if tl.load(stop) == 0:
-        index = tl.arange(0, EP)
+        index = experts_of(EP)
         word = tl.arange(0, 8)
         totals = tl.load(tally + word, cache_modifier=".cg")
         if SELECTS:
+            before, protected, priority, predicted, recency, uses, fast, slow, clock, n_predicted, scale, ranges = (
+                recalled(ints, reals, words, scales, layer, index, EP)
+            )
             tail = tl.load(queue + DEMAND_TAIL, cache_modifier=".cg")
-            held = tl.load(ints + (layer * N_INTS + SLOT_OF) * EP + index, cache_modifier=".cg")
-            bit, marked, there = look(layer, held, done, current, asked, C, CHUNKS)
-        chosen, place, before, slot, m, n, turn, next_slot, n_prefetch = both_parts(
-            ints, reals, words, scales, scores, given, pregate, executed, slots, weights, own_list, copies, counts,
-            layer, following, lam, log_keep, log_gate, factor,
-            E, EP, WIDTH, BUDGET, SELECTS, FREEZES, PREFETCHES, ROUTING, EVICTION, PREFETCH, GATED, RUNNING, ELIDED,
-            WEIGHTS, K, K_NEXT, J, W, ROUNDS, EARLY,
-        )  # fmt: skip
+            bit, marked, there = look(layer, before, done, current, asked, C, CHUNKS)
+        if FREEZES:
+            next_slot, next_recency, next_uses, next_rank, next_tally, next_clock, next_scale, next_ranges = (
+                recalled_ahead(ints, reals, words, scales, following, index, EP)
+            )
+        await_previous(EARLY)
         if SELECTS:
+            z = tl.load(scores + index, mask=index < E, other=MASKED_SCORE)
+            slot, chosen, place, own, own_place, n, ranges = part2(
+                z, before, protected, predicted, n_predicted, comparable(priority, EVICTION), clock, ranges, scale,
+                lam, log_keep, log_gate, index, copies + layer * (2 * (WIDTH + BUDGET)),
+                ROUTING, RUNNING, ELIDED, K, J,
+            )  # fmt: skip
+            m = tl.sum(chosen, 0)
             demand, promoted, in_time, late, unused = issue_demand(
                 layer, index, chosen, place, before, slot, m, n, bit, marked, there, tail,
                 claims, done, after, experts, current, asked, tickets, turns, demand_queue, queue,
                 C, WIDTH, CHUNKS, LANES,
             )  # fmt: skip
+            if EARLY:
+                tl.debug_barrier()  # other lanes wrote tickets and turns
+                tl.atomic_xchg(queue + TURNS, layer + 1, sem="release")
+        # From here on, the layer's experts may be at work already.
+        if SELECTS:
+            at = layer * WIDTH
+            list_decisions(
+                z, given, chosen, place, own, own_place, slot, factor, index,
+                executed + at, slots + at, weights + at, own_list + at, E, WEIGHTS,
+            )  # fmt: skip
+            tl.store(counts + layer * N_COUNTS, m)
+            tl.store(counts + layer * N_COUNTS + 1, n)
+            remember(
+                ints, reals, words, scales, layer, index, slot, recency, uses, fast, slow, clock, ranges, chosen, own,
+                EP,
+            )  # fmt: skip
             totals += tl.where(word == LOADS, m, 0) + tl.where(word == MISSES, n, 0)
             totals += tl.where(word == DEMAND, demand, 0) - tl.where(word == PREFETCHED, promoted, 0)
             totals += tl.where(word == IN_TIME, in_time, 0) + tl.where(word == LATE, late, 0)
             totals += tl.where(word == UNUSED, unused, 0)
-        if PREFETCHES:
-            issue_prefetch(
-                following, index, turn, next_slot, n_prefetch, claims, done, after, experts, current, asked,
-                prefetch_queue, queue, C, CHUNKS,
+        if FREEZES:
+            turn, next_slot, n_prefetch = look_ahead(
+                ints, words, pregate, copies, counts, following, index, lam, next_slot, next_recency, next_uses,
+                next_rank, next_tally, next_clock, next_scale, next_ranges,
+                E, EP, WIDTH, BUDGET, PREFETCHES, EVICTION, PREFETCH, GATED, RUNNING, K_NEXT, W, ROUNDS,
             )  # fmt: skip
-            totals += tl.where(word == PREFETCHED, n_prefetch, 0)
+            if PREFETCHES:
+                issue_prefetch(
+                    following, index, turn, next_slot, n_prefetch, claims, done, after, experts, current, asked,
+                    prefetch_queue, queue, C, CHUNKS,
+                )  # fmt: skip
+                totals += tl.where(word == PREFETCHED, n_prefetch, 0)
         tl.store(tally + word, totals)
         if SELECTS and not FREEZES:  # the last layer
             tl.debug_barrier()

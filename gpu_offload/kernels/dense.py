@@ -20,7 +20,7 @@ def load_token(  # type: ignore[no-untyped-def]
     empty. Errors stay until the host has seen them. Grid: blocks of BLOCK."""
     await_previous(EARLY)
     if tl.program_id(0) == 0:
-        word = tl.arange(0, 4)
+        word = tl.arange(0, 8)
         tl.store(queue + word, 0, mask=word < ERROR)
     if tl.load(stop) == 0:
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

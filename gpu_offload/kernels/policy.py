@@ -39,6 +39,13 @@ GIVEN_OVER_EXECUTED = tl.constexpr(3)
 
 
 @triton.jit
+def experts_of(EP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The index of each expert, [EP]. One to a lane, then the next 32: taken for contiguous, rows would be loaded in
+    pairs and exchanged between lanes wherever they are then addressed through something else."""
+    return tl.max_contiguous(tl.arange(0, EP), 1)
+
+
+@triton.jit
 def freeze(recency, uses, warm_rank, tally, EVICTION: tl.constexpr):  # type: ignore[no-untyped-def]
     """p of the token as int32: an integer, or with score eviction the bits of the A priority."""
     if EVICTION == LRU:

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 
 from edgemoe.gpu_offload.kernels import layout
-from edgemoe.gpu_offload.kernels.ordering import await_previous
 from edgemoe.gpu_offload.kernels.policy import (
     GIVEN,
     bonus,
     comparable,
+    experts_of,
     freeze,
     mixing_weights,
     part1,
@@ -40,11 +40,50 @@ MASKED_SCORE = tl.constexpr(float("-inf"))
 
 
 @triton.jit
+def recalled(ints, reals, words, scales, layer, index, EP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What part 2 of a layer needs of its state. Asked for at once, so that the memory's latency is paid once, and past
+    the L1 cache: none of it is the work of the kernel before, whose end is not waited for."""
+    here = ints + layer * (N_INTS * EP) + index
+    averages = reals + layer * (N_REALS * EP) + index
+    slot = tl.load(here + SLOT_OF * EP, cache_modifier=".cg")
+    protected = tl.load(here + PROTECTED * EP, cache_modifier=".cg")
+    priority = tl.load(here + PRIORITY * EP, cache_modifier=".cg")
+    predicted = tl.load(here + PREDICTED * EP, cache_modifier=".cg")
+    recency = tl.load(here + RECENCY * EP, cache_modifier=".cg")
+    uses = tl.load(here + USES * EP, cache_modifier=".cg")
+    fast = tl.load(averages + FAST * EP, cache_modifier=".cg")
+    slow = tl.load(averages + SLOW * EP, cache_modifier=".cg")
+    clock = tl.load(words + layer * N_WORDS, cache_modifier=".cg")
+    n_predicted = tl.load(words + layer * N_WORDS + 2, cache_modifier=".cg")
+    scale = tl.load(scales + layer * 2, cache_modifier=".cg")
+    range_sum = tl.load(scales + layer * 2 + 1, cache_modifier=".cg")
+    return slot, protected, priority, predicted, recency, uses, fast, slow, clock, n_predicted, scale, range_sum
+
+
+@triton.jit
+def recalled_ahead(ints, reals, words, scales, layer, index, EP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What freezing a layer and its part 1 need; as `recalled`."""
+    here = ints + layer * (N_INTS * EP) + index
+    averages = reals + layer * (N_REALS * EP) + index
+    slot = tl.load(here + SLOT_OF * EP, cache_modifier=".cg")
+    recency = tl.load(here + RECENCY * EP, cache_modifier=".cg")
+    uses = tl.load(here + USES * EP, cache_modifier=".cg")
+    rank = tl.load(here + WARM_RANK * EP, cache_modifier=".cg")
+    fast = tl.load(averages + FAST * EP, cache_modifier=".cg")
+    slow = tl.load(averages + SLOW * EP, cache_modifier=".cg")
+    prior = tl.load(averages + PRIOR * EP, cache_modifier=".cg")
+    clock = tl.load(words + layer * N_WORDS, cache_modifier=".cg")
+    scale = tl.load(scales + layer * 2, cache_modifier=".cg")
+    range_sum = tl.load(scales + layer * 2 + 1, cache_modifier=".cg")
+    return slot, recency, uses, rank, (fast + slow) + prior, clock, scale, range_sum
+
+
+@triton.jit
 def list_decisions(  # type: ignore[no-untyped-def]
     z, given_row, chosen, place, own, own_place, slot, factor, index, executed, slots, weights, own_list,
     E: tl.constexpr, WEIGHTS: tl.constexpr
 ):  # fmt: skip
-    """Write S by the router's own scores with slots and weights, and the router's own top-K; the size of S."""
+    """Write S by the router's own scores with slots and weights, and the router's own top-K."""
     given = z
     if WEIGHTS >= GIVEN:
         given = tl.load(given_row + index, mask=index < E, other=0.0)
@@ -53,119 +92,58 @@ def list_decisions(  # type: ignore[no-untyped-def]
     tl.store(slots + place, slot, mask=chosen == 1)
     tl.store(weights + place, gate, mask=chosen == 1)
     tl.store(own_list + own_place, index, mask=own == 1)
-    return tl.sum(chosen, 0)
 
 
 @triton.jit
-def both_parts(  # type: ignore[no-untyped-def]
-    ints, reals, words, scales, scores, given, pregate, executed, slots, weights, own_list, copies, counts,
-    layer, following, lam, log_keep, log_gate, factor,
-    E: tl.constexpr, EP: tl.constexpr, WIDTH: tl.constexpr, BUDGET: tl.constexpr,
-    SELECTS: tl.constexpr, FREEZES: tl.constexpr, PREFETCHES: tl.constexpr,
-    ROUTING: tl.constexpr, EVICTION: tl.constexpr, PREFETCH: tl.constexpr, GATED: tl.constexpr, RUNNING: tl.constexpr,
-    ELIDED: tl.constexpr, WEIGHTS: tl.constexpr, K: tl.constexpr, K_NEXT: tl.constexpr, J: tl.constexpr,
-    W: tl.constexpr, ROUNDS: tl.constexpr, EARLY: tl.constexpr
+def remember(  # type: ignore[no-untyped-def]
+    ints, reals, words, scales, layer, index, slot, recency, uses, fast, slow, clock, range_sum, chosen, own,
+    EP: tl.constexpr
 ):  # fmt: skip
-    """Part 2 of `layer` (if SELECTS), then the freeze (FREEZES) and part 1 (PREFETCHES) of layer `following`.
-
-    State: ints [L, 8, EP], reals [L, 3, EP], words [L, 4], scales [L, 2] (see `layout`). scores [E] of `layer`, given
-    [E] its gates where WEIGHTS says so, pregate [E] the scores that predict `following`. Out, in the rows of the layers
-    concerned: executed, slots, own_list [L, WIDTH] int32, weights [L, WIDTH] float32, copies [L, WIDTH + BUDGET, 2]
-    int32 as (expert, slot), counts [L, 3].
-
-    Returns what the copies depend on, by expert: S, the place of each of S, its slot before and after, |S| and how many
-    are copied; of the layer that follows, the place of each copied expert among the copies, the slots, and how many.
-    """
-    index = tl.arange(0, EP)
+    """Line 21, and the layer's state as part 2 leaves it."""
     here = ints + layer * (N_INTS * EP) + index
     averages = reals + layer * (N_REALS * EP) + index
-    there = ints + following * (N_INTS * EP) + index
-    averages_there = reals + following * (N_REALS * EP) + index
-    # Both layers' rows are asked for at once: the memory's latency is paid once, not after part 2's stores again.
-    # None of them is the work of the kernel before, only the scores are.
-    if SELECTS:
-        slot = tl.load(here + SLOT_OF * EP, cache_modifier=".cg")
-        protected = tl.load(here + PROTECTED * EP, cache_modifier=".cg")
-        priority = tl.load(here + PRIORITY * EP, cache_modifier=".cg")
-        predicted = tl.load(here + PREDICTED * EP, cache_modifier=".cg")
-        recency = tl.load(here + RECENCY * EP, cache_modifier=".cg")
-        uses = tl.load(here + USES * EP, cache_modifier=".cg")
-        fast = tl.load(averages + FAST * EP, cache_modifier=".cg")
-        slow = tl.load(averages + SLOW * EP, cache_modifier=".cg")
-        clock = tl.load(words + layer * N_WORDS, cache_modifier=".cg")
-        n_predicted = tl.load(words + layer * N_WORDS + 2, cache_modifier=".cg")
-        scale = tl.load(scales + layer * 2, cache_modifier=".cg")
-        range_sum = tl.load(scales + layer * 2 + 1, cache_modifier=".cg")
-    if FREEZES:
-        next_slot = tl.load(there + SLOT_OF * EP, cache_modifier=".cg")
-        next_recency = tl.load(there + RECENCY * EP, cache_modifier=".cg")
-        next_uses = tl.load(there + USES * EP, cache_modifier=".cg")
-        next_rank = tl.load(there + WARM_RANK * EP, cache_modifier=".cg")
-        next_fast = tl.load(averages_there + FAST * EP, cache_modifier=".cg")
-        next_slow = tl.load(averages_there + SLOW * EP, cache_modifier=".cg")
-        next_prior = tl.load(averages_there + PRIOR * EP, cache_modifier=".cg")
-        next_clock = tl.load(words + following * N_WORDS, cache_modifier=".cg")
-        next_scale = tl.load(scales + following * 2, cache_modifier=".cg")
-        next_ranges = tl.load(scales + following * 2 + 1, cache_modifier=".cg")
-    before = tl.zeros_like(index)
-    chosen = before
-    place = before
-    m = 0
+    recency, uses, fast, slow, clock = update(recency, uses, fast, slow, chosen, own, clock)
+    tl.store(here + SLOT_OF * EP, slot)
+    tl.store(here + RECENCY * EP, recency)
+    tl.store(here + USES * EP, uses)
+    tl.store(averages + FAST * EP, fast)
+    tl.store(averages + SLOW * EP, slow)
+    tl.store(words + layer * N_WORDS, clock)
+    tl.store(words + layer * N_WORDS + 1, 0)
+    tl.store(scales + layer * 2 + 1, range_sum)
+
+
+@triton.jit
+def look_ahead(  # type: ignore[no-untyped-def]
+    ints, words, pregate, copies, counts, layer, index, lam, slot, recency, uses, rank, tally, clock, scale, range_sum,
+    E: tl.constexpr, EP: tl.constexpr, WIDTH: tl.constexpr, BUDGET: tl.constexpr, PREFETCHES: tl.constexpr,
+    EVICTION: tl.constexpr, PREFETCH: tl.constexpr, GATED: tl.constexpr, RUNNING: tl.constexpr, K: tl.constexpr,
+    W: tl.constexpr, ROUNDS: tl.constexpr
+):  # fmt: skip
+    """The freeze of a layer and its part 1 (if PREFETCHES); state and lists of it.
+
+    Returns the place of each copied expert among the copies (else −1), the slots, and how many copies.
+    """
+    here = ints + layer * (N_INTS * EP) + index
+    priority = freeze(recency, uses, rank, tally, EVICTION)
+    protected = tl.zeros_like(index)
+    predicted = tl.zeros_like(index)
+    turn = protected - 1
     n = 0
-    turn = before
-    n_prefetch = 0
-    if not SELECTS:
-        slot = before
-    if not FREEZES:
-        next_slot = before
-    await_previous(EARLY)
-    if SELECTS:
-        before = slot
-        z = tl.load(scores + index, mask=index < E, other=MASKED_SCORE)
     if PREFETCHES:
         g = tl.load(pregate + index, mask=index < E, other=MASKED_SCORE)
-    if SELECTS:
-        slot, chosen, place, own, own_place, n, range_sum = part2(
-            z, slot, protected, predicted, n_predicted, comparable(priority, EVICTION), clock, range_sum, scale,
-            lam, log_keep, log_gate, index, copies + layer * (2 * (WIDTH + BUDGET)),
-            ROUTING, RUNNING, ELIDED, K, J,
+        slot, protected, predicted, turn, n = part1(
+            g, tally, slot, comparable(priority, EVICTION), bonus(lam, scale, range_sum, clock, RUNNING), index,
+            copies + layer * (2 * (WIDTH + BUDGET)) + 2 * WIDTH, PREFETCH, GATED, K, W, BUDGET, ROUNDS,
         )  # fmt: skip
-        m = list_decisions(
-            z, given, chosen, place, own, own_place, slot, factor, index,
-            executed + layer * WIDTH, slots + layer * WIDTH, weights + layer * WIDTH, own_list + layer * WIDTH,
-            E, WEIGHTS,
-        )  # fmt: skip
-        tl.store(counts + layer * N_COUNTS, m)
-        tl.store(counts + layer * N_COUNTS + 1, n)
-        recency, uses, fast, slow, clock = update(recency, uses, fast, slow, chosen, own, clock)
         tl.store(here + SLOT_OF * EP, slot)
-        tl.store(here + RECENCY * EP, recency)
-        tl.store(here + USES * EP, uses)
-        tl.store(averages + FAST * EP, fast)
-        tl.store(averages + SLOW * EP, slow)
-        tl.store(words + layer * N_WORDS, clock)
-        tl.store(words + layer * N_WORDS + 1, 0)
-        tl.store(scales + layer * 2 + 1, range_sum)
-    if FREEZES:
-        tally = (next_fast + next_slow) + next_prior
-        next_priority = freeze(next_recency, next_uses, next_rank, tally, EVICTION)
-        next_protected = tl.zeros_like(index)
-        next_predicted = tl.zeros_like(index)
-        if PREFETCHES:
-            next_slot, next_protected, next_predicted, turn, n_prefetch = part1(
-                g, tally, next_slot, comparable(next_priority, EVICTION),
-                bonus(lam, next_scale, next_ranges, next_clock, RUNNING), index,
-                copies + following * (2 * (WIDTH + BUDGET)) + 2 * WIDTH,
-                PREFETCH, GATED, K_NEXT, W, BUDGET, ROUNDS,
-            )  # fmt: skip
-            tl.store(there + SLOT_OF * EP, next_slot)
-        tl.store(there + PROTECTED * EP, next_protected)
-        tl.store(there + PRIORITY * EP, next_priority)
-        tl.store(there + PREDICTED * EP, next_predicted)
-        tl.store(words + following * N_WORDS + 1, 1)
-        tl.store(words + following * N_WORDS + 2, tl.sum((next_predicted > 0).to(tl.int32), 0))
-        tl.store(counts + following * N_COUNTS + 2, n_prefetch)
-    return chosen, place, before, slot, m, n, turn, next_slot, n_prefetch
+    tl.store(here + PROTECTED * EP, protected)
+    tl.store(here + PRIORITY * EP, priority)
+    tl.store(here + PREDICTED * EP, predicted)
+    tl.store(words + layer * N_WORDS + 1, 1)
+    tl.store(words + layer * N_WORDS + 2, tl.sum((predicted > 0).to(tl.int32), 0))
+    tl.store(counts + layer * N_COUNTS + 2, n)
+    return turn, slot, n
 
 
 @triton.jit(do_not_specialize=["layer", "following"])
@@ -178,13 +156,46 @@ def step(  # type: ignore[no-untyped-def]
     ELIDED: tl.constexpr, WEIGHTS: tl.constexpr, K: tl.constexpr, K_NEXT: tl.constexpr, J: tl.constexpr,
     W: tl.constexpr, ROUNDS: tl.constexpr
 ):  # fmt: skip
-    """`both_parts` alone: who copies is another matter."""
-    both_parts(
-        ints, reals, words, scales, scores, given, pregate, executed, slots, weights, own_list, copies, counts,
-        layer, following, lam, log_keep, log_gate, factor,
-        E, EP, WIDTH, BUDGET, SELECTS, FREEZES, PREFETCHES, ROUTING, EVICTION, PREFETCH, GATED, RUNNING, ELIDED,
-        WEIGHTS, K, K_NEXT, J, W, ROUNDS, False,
-    )  # fmt: skip
+    """Part 2 of `layer` (if SELECTS), then the freeze (FREEZES) and part 1 (PREFETCHES) of layer `following`. What
+    `deciding.decide` does where copies follow.
+
+    State: ints [L, 8, EP], reals [L, 3, EP], words [L, 4], scales [L, 2] (see `layout`). scores [E] of `layer`, given
+    [E] its gates where WEIGHTS says so, pregate [E] the scores that predict `following`. Out, in the rows of the layers
+    concerned: executed, slots, own_list [L, WIDTH] int32, weights [L, WIDTH] float32, copies [L, WIDTH + BUDGET, 2]
+    int32 as (expert, slot), counts [L, 3].
+    """
+    index = experts_of(EP)
+    if SELECTS:
+        slot, protected, priority, predicted, recency, uses, fast, slow, clock, n_predicted, scale, range_sum = (
+            recalled(ints, reals, words, scales, layer, index, EP)
+        )
+    if FREEZES:
+        next_slot, next_recency, next_uses, next_rank, next_tally, next_clock, next_scale, next_ranges = recalled_ahead(
+            ints, reals, words, scales, following, index, EP
+        )
+    if SELECTS:
+        z = tl.load(scores + index, mask=index < E, other=MASKED_SCORE)
+        slot, chosen, place, own, own_place, n, range_sum = part2(
+            z, slot, protected, predicted, n_predicted, comparable(priority, EVICTION), clock, range_sum, scale,
+            lam, log_keep, log_gate, index, copies + layer * (2 * (WIDTH + BUDGET)),
+            ROUTING, RUNNING, ELIDED, K, J,
+        )  # fmt: skip
+        tl.store(counts + layer * N_COUNTS, tl.sum(chosen, 0))
+        tl.store(counts + layer * N_COUNTS + 1, n)
+        at = layer * WIDTH
+        list_decisions(
+            z, given, chosen, place, own, own_place, slot, factor, index,
+            executed + at, slots + at, weights + at, own_list + at, E, WEIGHTS,
+        )  # fmt: skip
+        remember(
+            ints, reals, words, scales, layer, index, slot, recency, uses, fast, slow, clock, range_sum, chosen, own, EP
+        )
+    if FREEZES:
+        look_ahead(
+            ints, words, pregate, copies, counts, following, index, lam, next_slot, next_recency, next_uses, next_rank,
+            next_tally, next_clock, next_scale, next_ranges,
+            E, EP, WIDTH, BUDGET, PREFETCHES, EVICTION, PREFETCH, GATED, RUNNING, K_NEXT, W, ROUNDS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer", "n_tokens"])
@@ -201,7 +212,7 @@ def chunk(  # type: ignore[no-untyped-def]
     scores, given, pregate [T, E]; priors [T, EP]. Out as in `step`, with T in the place of L. The state stays in
     registers over all tokens.
     """
-    index = tl.arange(0, EP)
+    index = experts_of(EP)
     here = ints + layer * (N_INTS * EP) + index
     averages = reals + layer * (N_REALS * EP) + index
     slot = tl.load(here + SLOT_OF * EP)
@@ -253,11 +264,11 @@ def chunk(  # type: ignore[no-untyped-def]
             z, slot, protected, predicted, n_predicted, key, clock, range_sum, scale, lam, log_keep, log_gate,
             index, here_copies, ROUTING, RUNNING, ELIDED, K, J,
         )  # fmt: skip
-        m = list_decisions(
+        list_decisions(
             z, given + t * E, chosen, place, own, own_place, slot, factor, index,
             executed + t * WIDTH, slots + t * WIDTH, weights + t * WIDTH, own_list + t * WIDTH, E, WEIGHTS,
         )  # fmt: skip
-        tl.store(counts + t * N_COUNTS, m)
+        tl.store(counts + t * N_COUNTS, tl.sum(chosen, 0))
         tl.store(counts + t * N_COUNTS + 1, n)
         recency, uses, fast, slow, clock = update(recency, uses, fast, slow, chosen, own, clock)
     tl.store(here + SLOT_OF * EP, slot)
@@ -287,7 +298,7 @@ def prior_rows(  # type: ignore[no-untyped-def]
     Grid (T, layers). tokens [T] int64, row_of [n_known] int32 (−1: nothing is known of the token), starts
     [rows · L + 1] int32 into experts [n] int32 and shares [n] float32. Consecutive rows of `out` lie `stride` apart.
     """
-    index = tl.arange(0, EP)
+    index = experts_of(EP)
     target = out + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * stride
     token = tl.load(tokens + tl.program_id(0))
     known = (token >= 0) & (token < n_known)

@@ -93,7 +93,7 @@ class Copies:
         return [at for at in range(CHUNKS) if all(same[at * CHUNK : (at + 1) * CHUNK])]
 
     def error(self) -> int:
-        return int(self.queue[3])
+        return int(self.queue[4])
 
 
 def cancelled(moved: int) -> dict[str, object]:
