@@ -111,13 +111,13 @@ def test_a_last_slice_that_cannot_be_read_is_undone(engine, expected):
 def test_an_interrupt_while_last_slices_are_waited_for_is_undone(engine, expected):
     tokens = engine.tokenize(TEXT)[:40]
     engine.prefill(tokens[:20])
-    store, ctl = engine._store, engine._decider.ctl
-    before = engine.stats()
+    store, before = engine._store, engine.stats()
     ended, pressed = threading.Event(), threading.Event()
 
     def press():
         while not ended.is_set():
-            if ctl[w.OPEN] >= 0 and store.ctl[reads.IN_FLIGHT] > 0:
+            awaited = int(store.ctl[reads.WAITING]) - 1
+            if awaited >= 0 and reads.is_there(store.ctl, awaited, reads.FIRST):
                 pressed.set()
                 os.kill(os.getpid(), signal.SIGINT)
                 return
