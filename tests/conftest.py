@@ -1,5 +1,5 @@
-"""What every test may rely on: Ctrl-C means the same wherever the suite runs, a busy machine is no failure, and a
-worker keeps to its share of the cores.
+"""What every test may rely on: Ctrl-C and the width of what is printed are the same wherever the suite runs, a busy
+machine is no failure, and a worker keeps to its share of the cores.
 """
 
 import os
@@ -10,6 +10,12 @@ from hypothesis import settings
 # A job in the background of a shell ignores SIGINT, and hands that on to every program it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The caller's terminal is nothing to a test. pytest imports readline, which sets both for the programs that it starts,
+# workers among them, where `os.environ` does not show it.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+    os.unsetenv(name)
 
 # Beside another worker an example may take any time.
 settings.register_profile("suite", deadline=None)
