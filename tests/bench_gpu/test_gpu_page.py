@@ -4,6 +4,7 @@ import json
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,17 +32,23 @@ def script():
     return module
 
 
-@pytest.fixture
-def run(monkeypatch):
+@pytest.fixture(scope="module")
+def measured() -> str:
     torch.set_num_threads(1)
-    monkeypatch.setattr(bench, "_subject", lambda settings, watch: tiny_subject())
     policies = {"exact-lru": preset("exact-lru"), "psr": preset("psr", window=3), "too wide": preset("psr")}
     settings = bench.Settings(
         device="cpu", policies=policies, residencies=("50%",), rounds=2, generate=2, determinism=2, prompt=6
     )  # fmt: skip
-    report = bench.bench_gpu(settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "_subject", lambda settings, watch: tiny_subject())
+        report = bench.bench_gpu(settings)
     report.against = [Split("100%", 0, 1, 0.002, 6, best=True), Split("50%", 2, 1, 0.004, 6, best=True)]
-    return json.loads(json.dumps(as_json(report)))
+    return json.dumps(as_json(report))
+
+
+@pytest.fixture
+def run(measured: str) -> dict[str, Any]:
+    return json.loads(measured)
 
 
 def test_a_run_without_prompts_has_no_table_of_them(script, run) -> None:
