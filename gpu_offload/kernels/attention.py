@@ -65,7 +65,7 @@ def attend(  # type: ignore[no-untyped-def]
     here = tl.load(position)
     # A split has every SPLITS-th block of positions. The first is asked for before this token's query is there.
     begin = split * BLOCK
-    end = here + 1
+    end = (here + 1).to(tl.int32)
     cache = kv.to(tl.int64) * n_ctx * D
     rows = begin + nth
     places = cache + rows.to(tl.int64)[:, None] * D + at[None, :]

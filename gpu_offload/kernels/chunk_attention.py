@@ -40,22 +40,22 @@ def place(  # type: ignore[no-untyped-def]
     row = position + token
     line = qkv + token * ((N_HEADS + 2 * N_KV) * D)
     if tl.program_id(1) == 0:
-        at = tl.arange(0, Q_P)
-        turned = _turned(line, q_norm, cos + row * D, sin + row * D, eps, clip, N_HEADS * D, Q_P, D, CLIPS)
-        tl.store(q + token * (N_HEADS * D) + at, turned.to(q.dtype.element_ty), mask=at < N_HEADS * D)
+        query = _turned(line, q_norm, cos + row * D, sin + row * D, eps, clip, N_HEADS * D, Q_P, D, CLIPS)
+        whole = tl.arange(0, Q_P)
+        tl.store(q + token * (N_HEADS * D) + whole, query.to(q.dtype.element_ty), mask=whole < N_HEADS * D)
     else:
         at = tl.arange(0, KV_P)
         there = at < N_KV * D
         home = (at // D).to(tl.int64) * n_ctx * D + row * D + at % D
-        line += N_HEADS * D
         if tl.program_id(1) == 1:
-            turned = _turned(line, k_norm, cos + row * D, sin + row * D, eps, clip, N_KV * D, KV_P, D, CLIPS)
-            tl.store(keys + home, turned.to(keys.dtype.element_ty), mask=there)
+            new = line + N_HEADS * D
+            key = _turned(new, k_norm, cos + row * D, sin + row * D, eps, clip, N_KV * D, KV_P, D, CLIPS)
+            tl.store(keys + home, key.to(keys.dtype.element_ty), mask=there)
         else:
-            fresh = tl.load(line + N_KV * D + at, mask=there, other=0.0)
+            value = tl.load(line + (N_HEADS + N_KV) * D + at, mask=there, other=0.0)
             if CLIPS:
-                fresh = tl.minimum(tl.maximum(fresh, -clip), clip)
-            tl.store(values + home, fresh.to(values.dtype.element_ty), mask=there)
+                value = tl.minimum(tl.maximum(value, -clip), clip)
+            tl.store(values + home, value.to(values.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["position", "count"])
