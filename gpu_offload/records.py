@@ -7,11 +7,13 @@ import numpy as np
 import torch
 
 from edgemoe.errors import UserError
+from edgemoe.gpu_offload.kernels import copying
 from edgemoe.gpu_offload.slots import NOTHING, Slots
 
 CHUNK_BYTES = 1 << 16
 TILE_WORDS = 4096
 _WORD = 4  # bytes
+_ERROR, _NUMBER = copying.ERROR.value, copying.NUMBER.value  # words of the queue; a token's number is never had again
 _TALLY = ("loads", "misses", "demand", "prefetch", "in_time", "late", "unused")
 
 
@@ -34,7 +36,8 @@ class Records:
         self.current, self.asked = integers(places), integers(places)
         self.demand_queue, self.prefetch_queue = integers(n_layers * width + 1), integers(n_layers * budget + 1)
         self.queue = integers(8)
-        self.tickets, self.turns = integers(n_layers * width), integers(2 * n_layers * width)
+        self.tickets = integers(n_layers * width)
+        self.turns = torch.zeros(n_layers * width, dtype=torch.int64, device=device)
         self.tally = torch.zeros(8, dtype=torch.int64, device=device)
         self.known = False
 
@@ -65,7 +68,7 @@ class Records:
         moved = sum(len(self.slots.settle(layer, row)) for layer, row in enumerate(slot_of))
         for tensor in (self.claims, self.done):
             tensor.fill_(self.chunks)
-        for tensor in (self.after, self.current, self.asked, self.queue):
+        for tensor in (self.after, self.current, self.asked, self.queue[:_NUMBER]):
             tensor.zero_()
         self.known = True
         return moved
@@ -76,7 +79,7 @@ class Records:
 
     def check(self) -> None:
         """Raise `UserError` if a spin on the device gave up: what followed is not to be trusted."""
-        code = int(self.queue[4])
+        code = int(self.queue[_ERROR])
         if code:
             raise UserError(
                 f"a copy on the GPU did not arrive within its bound (code {code}): another program may hold the link; "

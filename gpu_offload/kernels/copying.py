@@ -31,21 +31,23 @@ PATIENCE = tl.constexpr(1 << 22)  # looks before a spin gives up: seconds
 
 # Tickets, [L, k] int32: what a layer executes, for those who execute it, in the router's order. Not negative: a record
 # to wait for; negative: −1 − the place of a slot whose bytes are there.
-# Turns, [L, k, 2] int32: the same tickets, each with its number in the router's order, in the order in which they are
-# best worked on: what is there, then what is on its way, then what nobody has begun, as the demand queue has it. Blocks
-# that wait keep others from starting, so those that need not wait must come first.
+# Turns, [L, k] int64: the same tickets (low half), each with its number in the router's order (8 bits) and the token's
+# number (24 bits), in the order in which they are best worked on: what is there, then what is on its way, then what
+# nobody has begun, as the demand queue has it. Blocks that wait keep others from starting, so those that need not wait
+# must come first.
 NO_TICKET = tl.constexpr(-(1 << 30))
 
 # Words of `queue`, [8] int32.
 DEMAND_TAIL = tl.constexpr(0)
 PREFETCH_TAIL = tl.constexpr(1)
 FINISHED = tl.constexpr(2)
-TURNS = tl.constexpr(3)  # layers of this token whose tickets and turns are there
+ISSUED = tl.constexpr(3)  # the layers of this token whose turns are there
 ERROR = tl.constexpr(4)  # bits, one for each kind of spin that gave up
 CANCELLED_COPY = tl.constexpr(1)
 EXPERT = tl.constexpr(2)
 DECISION = tl.constexpr(4)
 TURN = tl.constexpr(8)
+NUMBER = tl.constexpr(5)  # of the token, modulo 2²³
 
 # Words of `tally`, [8] int64: running totals, as `edgemoe.gpu_offload.executor.Counters` has them.
 LOADS = tl.constexpr(0)
@@ -111,17 +113,20 @@ def await_copy(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def await_turns(queue, layer):  # type: ignore[no-untyped-def]
-    """Return when a layer's tickets and turns may be read, past the L1 cache. The decision that writes them is running:
-    its block let the waiting ones begin."""
-    known = tl.atomic_add(queue + TURNS, 0, sem="acquire")
-    looks = 0
-    while (known <= layer) & (looks < PATIENCE):
-        known = tl.atomic_add(queue + TURNS, 0, sem="acquire")
-        looks += 1
-    if known <= layer:
+def turn_of(ticket, place, number):  # type: ignore[no-untyped-def]
+    return (((number << 8) | place).to(tl.int64) << 32) | (ticket.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def take_turn(turn, number, queue):  # type: ignore[no-untyped-def]
+    """(ticket, its number in the router's order) of a turn, which must be this token's: all of it is in one word, so
+    that one load, past the L1 cache, needs no order with any other. Else no ticket, and an error."""
+    word = tl.load(turn, cache_modifier=".cg")
+    ticket = word.to(tl.int32)
+    if (word >> 40) != number:
         tl.atomic_or(queue + ERROR, TURN)
-    tl.debug_barrier()
+        ticket = NO_TICKET
+    return ticket, ((word >> 32) & 0xFF).to(tl.int32)
 
 
 @triton.jit
@@ -139,7 +144,7 @@ def look(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def issue_demand(  # type: ignore[no-untyped-def]
-    layer, index, chosen, place, before, slot, m, n, bit, marked, there, tail,
+    layer, index, chosen, place, before, slot, m, n, bit, marked, there, tail, number,
     claims, done, after, experts, current, asked, tickets, turns, demand_queue, queue,
     C: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
@@ -147,8 +152,8 @@ def issue_demand(  # type: ignore[no-untyped-def]
     there into the demand queue.
 
     By expert, [EP]: chosen and place as `policy.part2` gives them, the slots before and after it, what `look` found. m
-    experts are executed, n of them copied; tail: of the demand queue. Returns how many copies were asked for, and what
-    became of the marks: demand, promoted, in time, late, unused. One block of one warp.
+    experts are executed, n of them copied; tail: of the demand queue; number: the token's. Returns how many copies were
+    asked for, and what became of the marks: demand, promoted, in time, late, unused. One block of one warp.
     """
     executed = chosen == 1
     fresh = executed & (before < 0)
@@ -190,12 +195,11 @@ def issue_demand(  # type: ignore[no-untyped-def]
         tl.debug_barrier()  # other lanes wrote records and queue
         tl.atomic_xchg(queue + DEMAND_TAIL, tail + n_wanted, sem="release")
     tl.store(tickets + layer * WIDTH + place, ticket, mask=executed)
-    tl.store(turns + 2 * (layer * WIDTH + turn), ticket, mask=executed)
-    tl.store(turns + 2 * (layer * WIDTH + turn) + 1, place, mask=executed)
+    tl.store(turns + layer * WIDTH + turn, turn_of(ticket, place, number), mask=executed)
     lane = tl.arange(0, LANES)
     nobody = (lane >= m) & (lane < WIDTH)
     tl.store(tickets + layer * WIDTH + lane, NO_TICKET, mask=nobody)
-    tl.store(turns + 2 * (layer * WIDTH + lane), NO_TICKET, mask=nobody)
+    tl.store(turns + layer * WIDTH + lane, turn_of(lane * 0 + NO_TICKET, lane, number), mask=nobody)
     return demand, promoted, in_time, late, unused
 
 

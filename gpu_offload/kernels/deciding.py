@@ -13,17 +13,18 @@ from edgemoe.gpu_offload.kernels.copying import (
     DEMAND_TAIL,
     FINISHED,
     IN_TIME,
+    ISSUED,
     LATE,
     LOADS,
     MISSES,
+    NUMBER,
     PREFETCHED,
-    TURNS,
     UNUSED,
     issue_demand,
     issue_prefetch,
     look,
 )
-from edgemoe.gpu_offload.kernels.ordering import await_previous
+from edgemoe.gpu_offload.kernels.ordering import await_end_of_previous, await_previous, let_next_begin
 from edgemoe.gpu_offload.kernels.policy import comparable, experts_of, part2
 from edgemoe.gpu_offload.kernels.steps import (
     MASKED_SCORE,
@@ -49,7 +50,7 @@ def decide(  # type: ignore[no-untyped-def]
     EARLY: tl.constexpr
 ):  # fmt: skip
     """Arguments as `steps.step` has them, then `stop` (nothing is done once the text has ended) and those of `Records`.
-    `TURNS` of the queue says which layers' tickets and turns are there, for experts that do not wait for the rest."""
+    The layer's experts begin as soon as their turns are there, not at the end of all this."""
     if tl.load(stop) == 0:
         index = experts_of(EP)
         word = tl.arange(0, 8)
@@ -59,12 +60,13 @@ def decide(  # type: ignore[no-untyped-def]
                 recalled(ints, reals, words, scales, layer, index, EP)
             )
             tail = tl.load(queue + DEMAND_TAIL, cache_modifier=".cg")
+            number = tl.load(queue + NUMBER, cache_modifier=".cg")
             bit, marked, there = look(layer, before, done, current, asked, C, CHUNKS)
         if FREEZES:
             next_slot, next_recency, next_uses, next_rank, next_tally, next_clock, next_scale, next_ranges = (
                 recalled_ahead(ints, reals, words, scales, following, index, EP)
             )
-        await_previous(EARLY)
+        await_end_of_previous(EARLY)
         if SELECTS:
             z = tl.load(scores + index, mask=index < E, other=MASKED_SCORE)
             slot, chosen, place, own, own_place, n, ranges = part2(
@@ -74,14 +76,14 @@ def decide(  # type: ignore[no-untyped-def]
             )  # fmt: skip
             m = tl.sum(chosen, 0)
             demand, promoted, in_time, late, unused = issue_demand(
-                layer, index, chosen, place, before, slot, m, n, bit, marked, there, tail,
+                layer, index, chosen, place, before, slot, m, n, bit, marked, there, tail, number,
                 claims, done, after, experts, current, asked, tickets, turns, demand_queue, queue,
                 C, WIDTH, CHUNKS, LANES,
             )  # fmt: skip
             if EARLY:
-                tl.debug_barrier()  # other lanes wrote tickets and turns
-                tl.atomic_xchg(queue + TURNS, layer + 1, sem="release")
-        # From here on, the layer's experts may be at work already.
+                tl.debug_barrier()  # other lanes wrote the turns
+                tl.atomic_xchg(queue + ISSUED, layer + 1, sem="release")  # none of which is under way behind this
+        let_next_begin(EARLY)  # the layer's experts: they need no more than their turns
         if SELECTS:
             at = layer * WIDTH
             list_decisions(

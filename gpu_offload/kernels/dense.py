@@ -8,7 +8,7 @@ first columns are asked for before the kernel before has ended.
 import triton
 import triton.language as tl
 
-from edgemoe.gpu_offload.kernels.copying import ERROR
+from edgemoe.gpu_offload.kernels.copying import ERROR, NUMBER
 from edgemoe.gpu_offload.kernels.ordering import await_previous
 
 
@@ -16,12 +16,13 @@ from edgemoe.gpu_offload.kernels.ordering import await_previous
 def load_token(  # type: ignore[no-untyped-def]
     tokens, embedding, x, stop, queue, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
-    """A token begins: x [WIDTH] float32 becomes the embedding [V, WIDTH] of tokens[0], and both queues of copies are
-    empty. Errors stay until the host has seen them. Grid: blocks of BLOCK."""
+    """A token begins: x [WIDTH] float32 becomes the embedding [V, WIDTH] of tokens[0], both queues of copies are empty,
+    and it has a number. Errors stay until the host has seen them. Grid: blocks of BLOCK."""
     await_previous(EARLY)
     if tl.program_id(0) == 0:
         word = tl.arange(0, 8)
         tl.store(queue + word, 0, mask=word < ERROR)
+        tl.store(queue + NUMBER, (tl.load(queue + NUMBER) + 1) & 0x7FFFFF)
     if tl.load(stop) == 0:
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         token = tl.load(tokens).to(tl.int64)

@@ -7,7 +7,7 @@ written beside these kernels, so they are read past the L1 cache.
 import triton
 import triton.language as tl
 
-from edgemoe.gpu_offload.kernels.copying import NO_TICKET, await_copy, await_turns, place_of
+from edgemoe.gpu_offload.kernels.copying import NO_TICKET, NUMBER, await_copy, place_of, take_turn
 from edgemoe.gpu_offload.kernels.ordering import await_end_of_previous, await_previous, let_next_begin
 
 
@@ -21,23 +21,20 @@ def gate_and_up(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """hidden [WIDTH, F] float32 = silu(gate · h) · (up · h) of each executed expert, h = RMSNorm(x [D]).
 
-    Grid: (blocks of ROWS, WIDTH), in the order of turns [L, WIDTH, 2] int32: what waits comes last. slots [L, C, 3·F·D]
+    Grid: (blocks of ROWS, WIDTH), in the order of turns [L, WIDTH] int64: what waits comes last. slots [L, C, 3·F·D]
     in the storage type: gate [F, D], up [F, D], down [D, F] of each; raw, the same in words of four bytes.
     """
-    turn = turns + 2 * (layer * WIDTH + tl.program_id(1))
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < F
     at = tl.arange(0, BLOCK)
     ended = tl.load(stop)
     first = tl.load(x + at, mask=at < D, other=0.0, cache_modifier=".cg")  # three kernels old
+    number = tl.load(queue + NUMBER, cache_modifier=".cg")
     let_next_begin(EARLY)
     ticket = NO_TICKET
     nth = 0
     if ended == 0:
-        if EARLY:
-            await_turns(queue, layer)
-        ticket = tl.load(turn, cache_modifier=".cg")
-        nth = tl.load(turn + 1, cache_modifier=".cg")
+        ticket, nth = take_turn(turns + layer * WIDTH + tl.program_id(1), number, queue)
     if ticket != NO_TICKET:
         if ticket >= 0:
             await_copy(ticket, arena, raw, experts, claims, after, done, queue, E, C, WORDS, CHUNK, TILE, CHUNKS)

@@ -6,10 +6,9 @@ any time at most two kernels of a token are under way, and before its wait a ker
 one before it has written. Such reads bypass the L1 cache (`.cg`), which another SM's stores do not reach. Every block
 waits, also where it then has nothing to do: the order rests on it. Without EARLY, kernels follow each other whole.
 
-One kernel does not wait for all of the one before: experts begin when a decision says whom (`copying.await_turns`),
-while it still writes down what follows for later layers. They wait for its end at their own (`let_next_begin`,
-`await_end_of_previous`); so the kernel behind them may begin while both run, and reads nothing of either before its
-wait.
+One kernel does not wait for all of the one before: experts begin when a decision has dealt out their turns
+(`deciding.decide`), while it still writes down what follows for later layers. They wait for its end at their own. The
+kernel behind them may begin while both run, and reads nothing of either before its wait.
 """
 
 import triton

@@ -7,6 +7,7 @@ import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -45,8 +46,8 @@ def demand(  # type: ignore[no-untyped-def]
     bit, marked, there = look(0, held, done, current, asked, C, CHUNKS)
     wanted, promoted, in_time, late, unused = issue_demand(
         0, index, tl.load(chosen + index), tl.load(place + index), held, tl.load(slot + index), m, n,
-        bit, marked, there, tl.load(queue), claims, done, after, experts, current, asked, tickets, turns, demand_queue,
-        queue, C, WIDTH, CHUNKS, EP,
+        bit, marked, there, tl.load(queue), 7, claims, done, after, experts, current, asked, tickets, turns,
+        demand_queue, queue, C, WIDTH, CHUNKS, EP,
     )  # fmt: skip
     tl.store(out, wanted)
     tl.store(out + 1, promoted)
@@ -133,7 +134,7 @@ def turns() -> dict[str, object]:
         record = 2 * at + int(current[at])
         claims[record], done[record] = claimed, arrived
     after, of = (torch.zeros(2 * slots, dtype=torch.int32) for _ in range(2))
-    tickets, order = torch.zeros(width, dtype=torch.int32), torch.zeros(2 * width, dtype=torch.int32)
+    tickets, order = torch.zeros(width, dtype=torch.int32), torch.zeros(width, dtype=torch.int64)
     wanted, queue, out = (torch.zeros(8, dtype=torch.int32) for _ in range(3))
     queue[0] = 2  # two copies were asked for before
     demand[(1,)](
@@ -142,7 +143,7 @@ def turns() -> dict[str, object]:
     )  # fmt: skip
     return {
         "tickets": tickets.tolist(),
-        "turns": order.tolist(),
+        "turns": [[turn >> 40, turn >> 32 & 255, int(np.int64(turn).astype(np.int32))] for turn in order.tolist()],
         "queue": [wanted.tolist()[2:5], int(queue[0])],
         "counts": out.tolist()[:5],
         "marks": int(asked.sum()),

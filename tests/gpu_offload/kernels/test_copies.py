@@ -58,7 +58,8 @@ def test_what_is_there_is_worked_on_first(found: dict[str, Any]) -> None:
     new, begun, promoted = 2 * 2, 2 * 4 + 1, 2 * 0  # records; the new one is the other of its slot
     there, arrived = -1 - 1, -1 - 3
     assert case["tickets"] == [new, promoted, begun, there, arrived, nobody]
-    assert case["turns"][:10] == [there, 3, arrived, 4, begun, 2, new, 0, promoted, 1] and case["turns"][10] == nobody
+    order = [(3, there), (4, arrived), (2, begun), (0, new), (1, promoted), (5, nobody)]
+    assert case["turns"] == [[7, place, ticket] for place, ticket in order]
     assert case["queue"] == [[begun, new, promoted], 5]
 
 
