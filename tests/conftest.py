@@ -22,9 +22,11 @@ for name in ("COLUMNS", "LINES"):
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
 
-# torch and BLAS take every core, in the tests' own programs too: beside another worker, threads wait for each other.
+# Threads that take every core wait for one another in loops, for as long as another worker has a core of theirs. So
+# torch and BLAS take one, in the tests' own programs too, and what asks for more, as llama.cpp does, waits asleep.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_collection_finish() -> None:
