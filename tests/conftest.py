@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # A job in the background of a shell ignores SIGINT, and hands that on to every program it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -18,8 +18,8 @@ for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
     os.unsetenv(name)
 
-# Beside another worker an example may take any time.
-settings.register_profile("suite", deadline=None)
+# Beside another worker an example may take any time, and making one too.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
 # Threads that take every core wait for one another in loops, for as long as another worker has a core of theirs. So

@@ -52,7 +52,7 @@ def test_a_line_per_item_under_a_header_that_can_be_read(tmp_path: Path) -> None
 @given(
     st.lists(st.dictionaries(st.text(min_size=1), NUMBERS, min_size=1, max_size=1), min_size=1, max_size=5), st.text()
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_number_and_any_text_comes_back(tmp_path_factory: Any, metrics: list[dict[str, float]], text: str) -> None:
     names = [next(iter(one)) for one in metrics]
     records = [

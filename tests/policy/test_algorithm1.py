@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_reference import Layer
 
@@ -98,7 +98,7 @@ def pair(case):
     return cache, layers
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2000)
 @given(cases())
 def test_decides_what_the_plain_reading_decides(case):
     cache, layers = pair(case)
@@ -122,7 +122,7 @@ def test_decides_what_the_plain_reading_decides(case):
             assert np.array_equal(cache.state.slow[i], layer.slow)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases())
 def test_layers_in_any_interleaving_decide_the_same(case):
     """A chunk of tokens goes layer by layer, generation token by token: the decisions must not differ."""
@@ -142,7 +142,7 @@ def test_layers_in_any_interleaving_decide_the_same(case):
             assert step == decided[i, t]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases())
 def test_copies_keep_the_slots_a_bijection(case):
     cache, _ = pair(case)
@@ -211,7 +211,7 @@ def test_arrays_that_do_not_fit_are_errors():
         steered.observe(0, [0, 1])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(cases(), st.sampled_from(["fixed", "running"]))
 def test_observing_the_routers_choice_is_selecting_exactly(case, scale):
     """With every eviction rule and prefetch; where a running bonus scale follows the scores, observing is refused."""

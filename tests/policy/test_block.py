@@ -66,7 +66,7 @@ def check_layer(case, wanted, layer, decided, row):
         assert counts[REPLACED] == len(set(experts) - own)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(case=cases(), cut=st.integers(0, 25))
 def test_a_block_decides_what_tokens_in_turn_decide(case, cut):
     """Whole, cut in two, and a row beside another: prefill, chunks and batches of the same scores are one thing."""
@@ -89,7 +89,7 @@ def test_a_block_decides_what_tokens_in_turn_decide(case, cut):
         check_layer(case, wanted, layer, joined, 0)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
 @given(case=cases(), seed=st.integers(0, 2**32 - 1))
 def test_padding_changes_nothing(case, seed):
     """Positions that are no tokens, wherever they stand, leave the decisions of the others and the state alone."""

@@ -57,7 +57,7 @@ def a_priority(j, t, history):
     return fast + slow
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(loads_and_capacity())
 @pytest.mark.parametrize(("rule", "priority"), [("lru", last_use), ("lfu", uses), ("score", a_priority)])
 def test_rule_counts_the_misses_of_its_definition(rule, priority, case):
@@ -82,7 +82,7 @@ def fewest_misses(loads, capacity):
     return best(0, frozenset())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(loads_and_capacity(max_experts=6, max_tokens=7))
 def test_belady_is_optimal(case):
     loads, n_experts, capacity = case
@@ -90,7 +90,7 @@ def test_belady_is_optimal(case):
 
 
 @given(loads_and_capacity())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_static_oracle_misses_what_it_does_not_pin(case):
     loads, n_experts, capacity = case
     frequency = sorted(np.bincount(loads[loads >= 0], minlength=n_experts), reverse=True)

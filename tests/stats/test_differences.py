@@ -46,7 +46,7 @@ def test_clusters_are_those_of_statsmodels() -> None:
 
 
 @given(PAIRS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_groups_of_one_are_no_groups(pairs: list[tuple[float, float]]) -> None:
     ours, theirs = zip(*pairs, strict=True)
     alone, grouped = paired_difference(ours, theirs), clustered_difference(ours, theirs, range(len(pairs)))
@@ -54,7 +54,7 @@ def test_groups_of_one_are_no_groups(pairs: list[tuple[float, float]]) -> None:
 
 
 @given(PAIRS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_turning_it_round_turns_the_sign(pairs: list[tuple[float, float]]) -> None:
     ours, theirs = zip(*pairs, strict=True)
     one, other = paired_difference(ours, theirs), paired_difference(theirs, ours)

@@ -30,7 +30,6 @@ def test_mcnemar_is_that_of_statsmodels(won: int, lost: int) -> None:
 
 
 @given(st.integers(0, 30), st.integers(0, 30))
-@settings(deadline=None)
 def test_mcnemar_counts_coin_flips(won: int, lost: int) -> None:
     flips, few = won + lost, min(won, lost)
     exact = min(Fraction(1), Fraction(2 * sum(comb(flips, k) for k in range(few + 1)), 2**flips))
@@ -57,7 +56,7 @@ def test_holm_is_that_of_statsmodels(family: int, alpha: float) -> None:
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.randoms())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_holm_does_not_depend_on_the_order(p_values: list[float], random) -> None:
     order = random.sample(range(len(p_values)), len(p_values))
     mixed = holm([p_values[at] for at in order]).adjusted
@@ -80,7 +79,6 @@ def enumerated(sums: list[int]) -> float:
 
 
 @given(st.lists(st.integers(-4, 4), min_size=1, max_size=9))
-@settings(deadline=None)
 def test_sign_flips_are_all_counted(values: list[int]) -> None:
     found = sign_flip(values, [0] * len(values))
     assert found.exact and found.p == enumerated(values)
@@ -88,7 +86,6 @@ def test_sign_flips_are_all_counted(values: list[int]) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.sampled_from("abcdef")), min_size=1, max_size=14))
-@settings(deadline=None)
 def test_whole_groups_flip(items: list[tuple[int, str]]) -> None:
     values, groups = zip(*items, strict=True)
     sums = [sum(value for value, group in items if group == name) for name in sorted(set(groups))]

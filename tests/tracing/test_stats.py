@@ -147,7 +147,7 @@ def test_one_token_is_a_trace():
     assert row(stats.working_set(trace, [0.95]))["experts"] == 2
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10_000), k=st.integers(1, 6), lag=st.integers(1, 9))
 def test_a_constant_trace_is_reused_whole(seed, k, lag):
     experts = np.random.default_rng(seed).permutation(8)[:k]
@@ -155,7 +155,7 @@ def test_a_constant_trace_is_reused_whole(seed, k, lag):
     assert (frame["reuse"] == 1).all() and (frame["jaccard"] == 1).all() and np.allclose(frame["chance"], 1)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10_000), k=st.integers(1, 7))
 def test_a_trace_without_memory_is_reused_as_chance_says(seed, k):
     values = row(stats.reuse(random_trace(seed, n_tokens=4000, k=k), [1]))
@@ -163,7 +163,7 @@ def test_a_trace_without_memory_is_reused_as_chance_says(seed, k):
     assert values["reuse"] == pytest.approx(values["chance"], abs=0.04)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10_000))
 def test_naming_the_experts_differently_changes_nothing(seed):
     trace = random_trace(seed, n_tokens=60, windows=[0, 25])
@@ -177,7 +177,7 @@ def test_naming_the_experts_differently_changes_nothing(seed):
     assert np.allclose(before, after)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 10_000),
     lag=st.integers(1, 12),

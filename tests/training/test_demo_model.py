@@ -204,7 +204,7 @@ def test_odd_texts_are_tokenised_alike(encoders: dict[str, Encode], tokenizer: T
     assert tokenizer.decode(same_ids(encoders, text)) == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.text(max_size=60))
 def test_any_text_is_tokenised_alike(encoders: dict[str, Encode], text: str) -> None:
     same_ids(encoders, text)

@@ -88,7 +88,7 @@ def test_a_way_says_what_it_lacks() -> None:
     assert best(paths(wall_of(machine(1000)))) is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 80_000), st.integers(0, 20_000), st.booleans())
 def test_more_memory_never_slows_a_way_down(budget: int, more: int, traced: bool) -> None:
     texts = [small_trace(tokens=120)] if traced else []
@@ -101,7 +101,7 @@ def test_more_memory_never_slows_a_way_down(budget: int, more: int, traced: bool
             assert after.fast <= after.slow * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 60_000), st.integers(0, 60_000))
 def test_times_and_shares_are_those_of_the_legs(ram: int, vram: int) -> None:
     for path in paths(wall_of(machine(NEED["ssd-to-ram"].ram + ram, vram, **RATES), [small_trace(tokens=80)])):

@@ -24,7 +24,7 @@ def test_heat_is_each_layers_share_of_loads_with_texts_weighted_alike() -> None:
     assert heat[2] == pytest.approx((counts[0] + counts[1]) / 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 60_000), st.integers(0, 60_000), st.integers(0, 99))
 def test_tiers_keep_their_budgets_and_hotter_experts_are_never_in_a_slower_one(a: int, b: int, seed: int) -> None:
     heat = np.random.default_rng(seed).dirichlet(np.full(EXPERTS, 0.4), LAYERS)
