@@ -209,10 +209,9 @@ def test_llamacpp_runs_what_is_written_for_it(tmp_path: Path) -> None:
     shape = replace(TINY, n_vocab=512)
     assert fields_of(shape)["expert_type"] == "BF16"
     with written(shape, tmp_path, watch) as path:
-        found = against_llamacpp(path, 3, {"50%": 0.5}, position=4, watch=watch, n_gpu_layers=0, threads=[1])
-    assert [(split.share, split.n_cpu_moe) for split in found] == [("100%", 0), ("50%", 2), ("50%", 3)]
-    assert all(split.token_s > 0 for split in found) and [split.share for split in found if split.best] == [
-        "100%",
-        "50%",
-    ]
+        found = against_llamacpp(path, 3, {"50%": 0.5}, position=4, watch=watch, n_gpu_layers=0, threads=[2, 1])
+    splits = [(split.share, split.n_cpu_moe, split.threads) for split in found]
+    assert splits == [(*one, threads) for one in [("100%", 0), ("50%", 2), ("50%", 3)] for threads in (2, 1)]
+    assert all(split.token_s > 0 for split in found)
+    assert [split.share for split in found if split.best] == ["100%", "50%"]
     assert list(tmp_path.iterdir()) == []

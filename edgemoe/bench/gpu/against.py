@@ -110,6 +110,7 @@ def _time(
             session.decode([7] * min(session.n_batch, position - at), at)
         for count in threads:
             session.use_threads(count)
+            session.forget(position)
             seconds = []
             for i in range(_WARM + _TOKENS):
                 start = time.perf_counter()
