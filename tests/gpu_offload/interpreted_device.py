@@ -14,6 +14,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
+from launches import record
 
 from edgemoe.generation.options import Options
 from edgemoe.gpu_offload import program, records
@@ -98,6 +99,7 @@ def compare(weights: Weights, name: str, drain: int) -> dict[str, object]:
 
 
 def main() -> None:
+    record(Path(sys.argv[1]))
     torch.set_num_threads(1)
     found = {}
     with tempfile.TemporaryDirectory() as folder:

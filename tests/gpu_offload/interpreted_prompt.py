@@ -17,6 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 import torch.nn.functional as F
+from launches import record
 
 from edgemoe.gpu_offload import staging
 from edgemoe.gpu_offload.arithmetic import projected, rms_norm, rotations
@@ -155,6 +156,7 @@ def prompts(weights: Weights, name: str, capacity: int, buffers: tuple[int, int,
 
 
 def main() -> None:
+    record(Path(sys.argv[1]))
     torch.set_num_threads(1)
     clipped = replace(SHAPE, n_kv_heads=6, clip_qkv=0.7)
     found: dict[str, object] = {

@@ -1,13 +1,11 @@
 """Prompts on the device: their kernels beside torch, and what few buffers, or what is resident, may not change."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import run
 
 torch = pytest.importorskip("torch", reason="the GPU tier needs torch (pip install edgemoe[gpu])")
 
@@ -21,15 +19,13 @@ from edgemoe.gpu_offload.slots import Slots  # noqa: E402
 SHAPE = Shape(1, 4, 1, 1, 4, 9, 2, 2, 8, 16, 1e4, 1e-5, False, None, False)
 
 
-def test_a_prompt_s_kernels_are_torch_s_and_buffers_change_nothing() -> None:
+def test_a_prompt_s_kernels_are_torch_s_and_buffers_change_nothing(tmp_path: Path) -> None:
     """Where buffers are few, many, or not needed at all, a prompt has the CPU's experts and counts; decided alike, it
-    has the same bits."""
+    has the same bits. And what ran compiles for GPUs."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    program = Path(__file__).with_name("interpreted_prompt.py")
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(run("interpreted_prompt.py", tmp_path / "launches"))
+    compiled = json.loads(run("launches.py", tmp_path / "launches"))
+    assert {"chunk_attention.attend", "chunk_attention.place", "grouped.gate_and_up"} <= set(compiled)
     assert max(found.pop(name) for name in ("attention", "clipped", "mixture")) < 2e-6
     assert found.pop("told") is True
     assert {name: case["wrong"] for name, case in found.items()} == {name: [] for name in found}
