@@ -45,7 +45,7 @@ class Tuning:
     positions: int = 64  # at once
     copy_blocks: int = 16
     copy_warps: int = 8
-    delay: int = 0
+    delay: int = 0  # turns that a copied chunk is held back by on average, as tests do
     early: bool | None = None
     """Start a kernel's blocks while the one before runs (`kernels.ordering`). None: where the GPU can."""
 

@@ -64,8 +64,8 @@ class Rows:
         typer.Option(
             "--policies",
             metavar="LIST",
-            help="Presets, each with changes behind colons, like cache-prior:score:J1,psr:n2:w4. Default: exact-lru,"
-            " cache-prior (LRU and score, J 0, 1, 2), psr, psr-gated, speculative.",
+            help="Presets, each with changes behind colons, like cache-prior:score:J1,psr:n2:w4; λ0.15 gives one a λ of"
+            " its own. Default: exact-lru, cache-prior (LRU and score, J 0, 1, 2), psr, psr-gated, speculative.",
         ),
     ] = None
     lam: Annotated[str, typer.Option("--lambda", metavar="X,X,…", help="Bonus of resident experts, one or more.")] = (
@@ -119,8 +119,8 @@ def gpu(
         typer.Option(
             "--quality",
             metavar="RESULTS.json",
-            help="Results of edgemoe eval divergence: KL beside the rows of the same policy and slots. May be given"
-            " again.",
+            help="Results of edgemoe eval divergence, or a folder of them: KL beside the rows of the same policy and"
+            " slots. May be given again.",
         ),
     ] = None,
     against: Annotated[
