@@ -16,7 +16,8 @@ waits for it (`await_copy`). That is what makes waiting safe:
   what goes into it is decided after those of the token before.
 - Bytes are seen by who may read them: all threads store, the block meets (barrier), one thread adds to `done` with
   release; the reader's thread reads it with acquire, its block meets, and loads follow that go past the L1 cache and
-  never the read-only path. What was there when a layer decided, the end of that kernel has made visible.
+  never the read-only path. What was there when a layer decided lay in the L2 cache before its record said so, and is
+  read from there.
 - Counters cannot wrap: they start anew with every copy, and grow by at most one per block and look.
 
 A prefetch that nobody began before the token ended stays where it is: the next token that executes the expert finds its
