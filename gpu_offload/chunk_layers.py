@@ -15,6 +15,7 @@ from edgemoe.gpu_offload.weights import Weights
 # Newer versions of torch can give sums as they are; older ones round them to the weights' type.
 _KEEPS_SUMS = any("out_dtype" in str(schema) for schema in torch._C._jit_get_schemas_for_operator("aten::mm"))
 _ROWS = {torch.bfloat16: 64, torch.float32: 32}  # of queries, and of keys, that a block holds at once
+_WIDE = 128  # of wider heads an Ada card's shared memory holds half as many
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -61,7 +62,7 @@ class ChunkLayers:
             shape.norm_eps, float(shape.clip_qkv or 0.0),
             Q_P=power(shape.d_query), KV_P=power(shape.d_kv), CLIPS=shape.clip_qkv is not None, **heads,
         )  # fmt: skip
-        rows = _ROWS[self.weights.dtype]
+        rows = _ROWS[self.weights.dtype] // (2 if shape.d_head > _WIDE else 1)
         chunk_attention.attend[triton.cdiv(count, rows), shape.n_heads](
             self._q, keys, values, self._y, self._position, count, p.n_ctx, shape.d_head**-0.5,
             D_P=max(16, power(shape.d_head)), ROWS=rows, BLOCK=rows, num_warps=4, num_stages=2, **heads,

@@ -98,6 +98,7 @@ class OffloadEngine(Speaker):
         self.device, self.dtype = device, dtype
         self.model: Model = read_model(resolve(model))
         self.shape: Shape = read_shape(self.model)
+        self.target.check(self.shape)
         self._calibration = fitting(calibration, self.model)
         self.policy = policy = (policy or Policy()).completed(calibration is not None)
         self._n_ctx = n_ctx or min(DEFAULT_CTX, self.shape.n_ctx or DEFAULT_CTX)

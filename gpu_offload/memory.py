@@ -86,7 +86,8 @@ def _cpu_work(shape: Shape, itemsize: int, n_ctx: int, chunk: int) -> int:
 
 
 def _gpu_work(shape: Shape, itemsize: int, n_ctx: int, chunk: int) -> int:
-    """The logits of every token of a chunk are there, and the context once more, a row of keys for each head."""
+    """Of both executors the more: the logits of every token of a chunk and, host-driven, attention scores and the
+    context once more, a row of keys for each head."""
     state = _SINGLE * shape.n_layers * layout.padded(shape.n_experts) * (len(layout.INTS) + len(layout.REALS))
     logits = chunk * shape.n_vocab * (itemsize + _SINGLE) + 2 * _SINGLE * shape.n_vocab
     context = n_ctx * (2 * shape.d_query * itemsize + 2 * _SINGLE * shape.d_head + chunk + 8)

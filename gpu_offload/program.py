@@ -45,7 +45,7 @@ class Tuning:
     positions: int = 64  # at once
     copy_blocks: int = 16
     copy_warps: int = 8
-    delay: int = 0  # turns that a copied chunk is held back by on average, as tests do
+    delay: int = 0  # looks at the queue by which a chunk is held back on average, as tests do
     early: bool | None = None
     """Start a kernel's blocks while the one before runs (`kernels.ordering`). None: where the GPU can."""
 
@@ -156,8 +156,7 @@ class TokenProgram:
         arguments, constants = policy.arguments(layer, following, scores, pregate)
         deciding.decide[(1,)](
             *arguments, self._stop, *r.arguments,
-            C=r.slots.capacity, CHUNKS=r.chunks,
-            LANES=max(32, triton.next_power_of_2(max(policy.width, policy.budget))), **constants, **self._following,
+            C=r.slots.capacity, CHUNKS=r.chunks, **constants, **self._following,
         )  # fmt: skip
         if not self.concurrent:
             self._serve(blocks=1, drain=self.drain)

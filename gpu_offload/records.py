@@ -13,7 +13,7 @@ from edgemoe.gpu_offload.slots import NOTHING, Slots
 CHUNK_BYTES = 1 << 16
 TILE_WORDS = 4096
 _WORD = 4  # bytes
-_ERROR, _NUMBER = copying.ERROR.value, copying.NUMBER.value  # words of the queue; a token's number is never had again
+_ERROR, _NUMBER = copying.ERROR.value, copying.NUMBER.value  # words of the queue; numbers go on when records start anew
 _TALLY = ("loads", "misses", "demand", "prefetch", "in_time", "late", "unused")
 
 
@@ -80,6 +80,8 @@ class Records:
     def check(self) -> None:
         """Raise `UserError` if a spin on the device gave up: what followed is not to be trusted."""
         code = int(self.queue[_ERROR])
+        if code & copying.TURN.value:
+            raise UserError("the GPU began a layer's experts before they were chosen: give --executor host, report it")
         if code:
             raise UserError(
                 f"a copy on the GPU did not arrive within its bound (code {code}): another program may hold the link; "

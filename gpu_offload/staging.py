@@ -42,7 +42,7 @@ class Staging:
         if self._stream is not None:
             # Who waits for an event waits for what it stood for then: each can be recorded again.
             self._arrivals, self._reads = ([torch.cuda.Event() for _ in range(self.size)] for _ in range(2))
-            self._read = list(self._reads)  # of each buffer, by what it was read last
+            self._read = list(self._reads)  # of each buffer, behind its last reader
         self.clear()
 
     def clear(self) -> None:

@@ -16,6 +16,7 @@ from edgemoe.gpu_offload.cpu import CpuExecutor
 from edgemoe.gpu_offload.decisions import Decisions
 from edgemoe.gpu_offload.executor import Executor
 from edgemoe.gpu_offload.memory import Room
+from edgemoe.gpu_offload.shape import Shape
 from edgemoe.gpu_offload.weights import Weights
 from edgemoe.machine.gpu_probe import uuid_of
 from edgemoe.machine.gpus import nvidia_gpus
@@ -109,6 +110,13 @@ class Target:
     @property
     def _label(self) -> str:
         return f"GPU {self.device.index} ({self.name})"
+
+    def check(self, shape: Shape) -> None:
+        """Raises `UserError` for a model that this executor cannot run, before anything of it is loaded."""
+        if self.executor == "device" and shape.d_head & (shape.d_head - 1):
+            raise UserError(
+                f"heads of width {shape.d_head}: deciding on the device needs a power of two: give --executor host"
+            )
 
     def open(self, weights: Weights, cache: LogicalCache, *, n_ctx: int, chunk: int) -> Executor:
         """An executor of these weights, which lie where this says; `cache` is at the start of a sequence."""

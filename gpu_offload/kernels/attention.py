@@ -53,7 +53,7 @@ def attend(  # type: ignore[no-untyped-def]
     """Append this token's key and value, and attend over one split of the positions up to it. Grid: (heads, SPLITS).
 
     qkv [(H + 2·Hkv)·D] float32; keys, values [Hkv, n_ctx, D] of one layer; cos, sin [n_ctx, D] float32; position [1]
-    int32. Out: y [H·D] float32. Between the blocks of a head: partial [H, SPLITS, D + 2] float32, the maximum, the sum
+    int64. Out: y [H·D] float32. Between the blocks of a head: partial [H, SPLITS, D + 2] float32, the maximum, the sum
     and the weighted values of each split; ended [H] int32, how many are there, zero again afterwards.
     """
     head = tl.program_id(0)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from edgemoe.gpu_offload.kernels import deciding
 from edgemoe.gpu_offload.kernels.device_policy import Decisions, DevicePolicy, Weights
 from edgemoe.gpu_offload.kernels.state import differences
 from edgemoe.policy import PRESETS, LogicalCache, Policy, Selection, preset
@@ -43,6 +44,45 @@ class Case:
             warm=self.warm,
             prior=self.prior,
         )
+
+
+class Alone:
+    """A policy whose decisions ask for copies that nobody makes: all have arrived when the next token begins."""
+
+    def __init__(self, policy: DevicePolicy, capacity: int) -> None:
+        self.policy, self.capacity, device = policy, capacity, policy.state.ints.device
+        places = policy.n_layers * capacity
+
+        def integers(size: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(size, dtype=kind, device=device)
+
+        self.claims, self.done, after, experts = (integers(2 * places) for _ in range(4))
+        current, asked = integers(places), integers(places)
+        self.tickets, self.queue = integers(policy.n_layers * policy.width), integers(8)
+        turns, tally = integers(policy.n_layers * policy.width, torch.int64), integers(8, torch.int64)
+        queues = (integers(policy.n_layers * n + 1) for n in (policy.width, policy.budget))
+        self._rest = (
+            *(integers(1, torch.int64), self.claims, self.done, after, experts, current, asked),
+            *(self.tickets, turns, *queues, self.queue, tally),
+        )
+
+    def begin(self) -> None:
+        """A token."""
+        self.queue.zero_()
+        for record in (self.claims, self.done):
+            record.fill_(1)
+
+    def decide(
+        self,
+        layer: int | None,
+        following: int | None,
+        scores: torch.Tensor | None = None,
+        pregate: torch.Tensor | None = None,
+        gates: torch.Tensor | None = None,
+    ) -> None:
+        """Arguments as `DevicePolicy.arguments` has them."""
+        arguments, constants = self.policy.arguments(layer, following, scores, pregate, gates)
+        deciding.decide[(1,)](*arguments, *self._rest, C=self.capacity, CHUNKS=1, EARLY=False, **constants)
 
 
 KINDS = ("smooth", "ties", "masked", "equal", "zeros")
@@ -111,6 +151,7 @@ def compare(case: Case, device: str, chunk: int = 0, weights: Weights = "softmax
     The first `chunk` tokens go layer by layer as a prompt, the others one by one.
     """
     host, other = case.cache(), DevicePolicy(case.cache(), weights=weights, device=device)
+    alone = Alone(other, case.capacity)
     n_tokens, n_layers, _ = case.scores.shape
     scores, pregate = torch.from_numpy(case.scores).to(device), torch.from_numpy(case.pregate).to(device)
     tokens = torch.from_numpy(case.tokens.astype(np.int64)).to(device)
@@ -136,17 +177,33 @@ def compare(case: Case, device: str, chunk: int = 0, weights: Weights = "softmax
     for t in range(chunk, n_tokens):
         _begin(host, case, t)
         other.begin_token(tokens[t : t + 1])
-        other.step(None, 0)
+        alone.begin()
+        alone.decide(None, 0)
         for layer in range(n_layers):
             following = layer + 1 if layer + 1 < n_layers else None
             coming = None if following is None else pregate[t, following].contiguous()
-            other.step(layer, following, scores[t, layer], coming, scores[t, layer])
+            alone.decide(layer, following, scores[t, layer], coming, scores[t, layer])
             where = f"token {t} layer {layer}"
             _same(other.decisions, layer, _decide(host, case, t, layer), case.scores[t, layer], weights, where)
             # The next layer's part 1 is done on the device already.
             _same_state(host, other, where, slice(0, layer + 1))
+            _same_tickets(alone, layer, where)
             compared += 1
     return compared
+
+
+def _same_tickets(alone: Alone, layer: int, where: str) -> None:
+    """A ticket is of the slot that an executed expert has; to wait for where it was copied for this token."""
+    found, width, c = alone.policy.decisions, alone.policy.width, alone.capacity
+    tickets = alone.tickets[layer * width : (layer + 1) * width].tolist()
+    executed, demand, _ = found.counts[layer].tolist()
+    places = [ticket // 2 if ticket >= 0 else -1 - ticket for ticket in tickets[:executed]]
+    if places != [layer * c + slot for slot in found.slots[layer, :executed].tolist()]:
+        raise AssertionError(f"{where}: tickets {tickets} are not of the executed experts' slots")
+    copied = {slot for _, slot in found.demand[layer, :demand].tolist()}
+    waits = {place - layer * c for place, ticket in zip(places, tickets, strict=False) if ticket >= 0}
+    if not copied <= waits or any(ticket > -(1 << 30) for ticket in tickets[executed:]):
+        raise AssertionError(f"{where}: tickets {tickets}, with copies into the slots {copied}")
 
 
 def _begin(host: LogicalCache, case: Case, t: int) -> None:

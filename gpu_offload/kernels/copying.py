@@ -16,8 +16,8 @@ waits for it (`await_copy`). That is what makes waiting safe:
   what goes into it is decided after those of the token before.
 - Bytes are seen by who may read them: all threads store, the block meets (barrier), one thread adds to `done` with
   release; the reader's thread reads it with acquire, its block meets, and loads follow that go past the L1 cache and
-  never the read-only path. What was there when a layer decided lay in the L2 cache before its record said so, and is
-  read from there.
+  never the read-only path. Of what was there when a layer decided, the decision has seen `done`; its experts begin
+  behind a fence that follows (`deciding.decide`), or at its end.
 - Counters cannot wrap: they start anew with every copy, and grow by at most one per block and look.
 
 A prefetch that nobody began before the token ended stays where it is: the next token that executes the expert finds its
@@ -37,12 +37,13 @@ PATIENCE = tl.constexpr(1 << 22)  # looks before a spin gives up: seconds
 # nobody has begun, as the demand queue has it. Blocks that wait keep others from starting, so those that need not wait
 # must come first.
 NO_TICKET = tl.constexpr(-(1 << 30))
+NOWHERE = tl.constexpr(2**31 - 1)  # behind every turn
 
 # Words of `queue`, [8] int32.
 DEMAND_TAIL = tl.constexpr(0)
 PREFETCH_TAIL = tl.constexpr(1)
 FINISHED = tl.constexpr(2)
-ISSUED = tl.constexpr(3)  # the layers of this token whose turns are there
+FENCE = tl.constexpr(3)  # nobody reads it
 ERROR = tl.constexpr(4)  # bits, one for each kind of spin that gave up
 CANCELLED_COPY = tl.constexpr(1)
 EXPERT = tl.constexpr(2)
@@ -58,7 +59,6 @@ PREFETCHED = tl.constexpr(3)
 IN_TIME = tl.constexpr(4)
 LATE = tl.constexpr(5)
 UNUSED = tl.constexpr(6)
-NOWHERE = tl.constexpr(2**31 - 1)  # behind every turn
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def look(  # type: ignore[no-untyped-def]
     at = layer * C + slot
     bit = tl.load(current + at, mask=slot >= 0, other=0, cache_modifier=".cg")
     marked = tl.load(asked + at, mask=slot >= 0, other=0, cache_modifier=".cg")
-    arrived = tl.load(done + 2 * at + bit, mask=slot >= 0, other=0, cache_modifier=".cg")
+    arrived = tl.load(done + 2 * at + bit, mask=slot >= 0, other=0, volatile=True)
     return bit, marked, arrived >= CHUNKS
 
 
@@ -147,7 +147,7 @@ def look(  # type: ignore[no-untyped-def]
 def issue_demand(  # type: ignore[no-untyped-def]
     layer, index, chosen, place, before, slot, m, n, bit, marked, there, tail, number,
     claims, done, after, experts, current, asked, tickets, turns, demand_queue, queue,
-    C: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr
+    C: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr
 ):  # fmt: skip
     """After part 2: records for its copies, tickets and turns for what the layer executes, and of that what is not
     there into the demand queue.
@@ -156,6 +156,7 @@ def issue_demand(  # type: ignore[no-untyped-def]
     experts are executed, n of them copied; tail: of the demand queue; number: the token's. Returns how many copies were
     asked for, and what became of the marks: demand, promoted, in time, late, unused. One block of one warp.
     """
+    LANES: tl.constexpr = triton.next_power_of_2(WIDTH)
     executed = chosen == 1
     fresh = executed & (before < 0)
     at = layer * C + slot
@@ -239,7 +240,7 @@ def open_records(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def turns_of_delay(record, chunk, block, DELAY: tl.constexpr):  # type: ignore[no-untyped-def]
+def looks_of_delay(record, chunk, block, DELAY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Anything from 0 to twice DELAY, another for each chunk and block."""
     mixed = (record * 5003 + chunk * 1009 + block * 211 + 12345) & 0xFFFF
     mixed = (mixed * 25173 + 13849) & 0xFFFF
@@ -254,7 +255,7 @@ def serve(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The copy blocks of one token: chunks of the demand queue, else of the prefetch queue, until the last layer has
     decided and its demand is served; with DRAIN, until both queues are empty or so many chunks have been moved. DELAY
-    slows each chunk by up to twice so many turns, as tests do."""
+    slows each chunk by up to twice so many looks, as tests do."""
     if tl.load(stop) == 0:
         wanted = 0  # places in the queues
         guessed = 0
@@ -275,7 +276,7 @@ def serve(  # type: ignore[no-untyped-def]
                 looks = 0
                 chunk = tl.atomic_add(claims + record, 1, sem="relaxed")
                 if chunk < CHUNKS:
-                    for _ in range(turns_of_delay(record, chunk, tl.program_id(0), DELAY)):
+                    for _ in range(looks_of_delay(record, chunk, tl.program_id(0), DELAY)):
                         tl.atomic_add(queue + FINISHED, 0, sem="relaxed")
                     move_chunk(record, chunk, arena, slots, experts, after, done, queue, E, C, WORDS, CHUNK, TILE)
                     moved += 1

@@ -1,8 +1,8 @@
 """A layer's decision and the copies that follow from it, in one launch.
 
 All of it happens in the registers of one warp, expert by expert; what the copies are asked for with is not read back
-from the lists that the decision leaves behind. Where all that a layer executes is there, nothing is read after the
-router's scores, and nothing is asked for.
+from the lists that the decision leaves behind. Where all that a layer executes is there, its turns depend on nothing
+that is read after the router's scores.
 """
 
 import triton
@@ -11,9 +11,9 @@ import triton.language as tl
 from edgemoe.gpu_offload.kernels.copying import (
     DEMAND,
     DEMAND_TAIL,
+    FENCE,
     FINISHED,
     IN_TIME,
-    ISSUED,
     LATE,
     LOADS,
     MISSES,
@@ -46,11 +46,16 @@ def decide(  # type: ignore[no-untyped-def]
     SELECTS: tl.constexpr, FREEZES: tl.constexpr, PREFETCHES: tl.constexpr,
     ROUTING: tl.constexpr, EVICTION: tl.constexpr, PREFETCH: tl.constexpr, GATED: tl.constexpr, RUNNING: tl.constexpr,
     ELIDED: tl.constexpr, WEIGHTS: tl.constexpr, K: tl.constexpr, K_NEXT: tl.constexpr, J: tl.constexpr,
-    W: tl.constexpr, ROUNDS: tl.constexpr, C: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
-    EARLY: tl.constexpr
+    W: tl.constexpr, ROUNDS: tl.constexpr, C: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """Arguments as `steps.step` has them, then `stop` (nothing is done once the text has ended) and those of `Records`.
-    The layer's experts begin as soon as their turns are there, not at the end of all this."""
+    """Part 2 of `layer` (if SELECTS), then the freeze (FREEZES) and part 1 (PREFETCHES) of layer `following`. Nothing,
+    once the text has ended (`stop`). The layer's experts begin as soon as their turns are there, not at its end.
+
+    State: ints [L, 8, EP], reals [L, 3, EP], words [L, 4], scales [L, 2] (see `layout`). scores [E] of `layer`, given
+    [E] its gates where WEIGHTS says so, pregate [E] the scores that predict `following`. Out, in the rows of the layers
+    concerned: executed, slots, own_list [L, WIDTH] int32, weights [L, WIDTH] float32, copies [L, WIDTH + BUDGET, 2]
+    int32 as (expert, slot), counts [L, 3]. What follows `stop` is as `records.Records` has it.
+    """
     if tl.load(stop) == 0:
         index = experts_of(EP)
         word = tl.arange(0, 8)
@@ -78,11 +83,12 @@ def decide(  # type: ignore[no-untyped-def]
             demand, promoted, in_time, late, unused = issue_demand(
                 layer, index, chosen, place, before, slot, m, n, bit, marked, there, tail, number,
                 claims, done, after, experts, current, asked, tickets, turns, demand_queue, queue,
-                C, WIDTH, CHUNKS, LANES,
+                C, WIDTH, CHUNKS,
             )  # fmt: skip
             if EARLY:
-                tl.debug_barrier()  # other lanes wrote the turns
-                tl.atomic_xchg(queue + ISSUED, layer + 1, sem="release")  # none of which is under way behind this
+                # For its fence alone: turns, records, and the bytes that `look` saw arrive come before the experts.
+                tl.debug_barrier()
+                tl.atomic_xchg(queue + FENCE, 0, sem="acq_rel")
         let_next_begin(EARLY)  # the layer's experts: they need no more than their turns
         if SELECTS:
             at = layer * WIDTH

@@ -58,9 +58,10 @@ class Decisions:
 class DevicePolicy:
     """One policy over the layers of one model, launched on the current stream.
 
-    Per token: `begin_token`, then `step(None, 0)` (the first layer is frozen and, by token prior, prefetched), then for
-    each layer l `step(l, l + 1, scores, pregate)`, the last one with None in the place of l + 1. A layer whose pre-gate
-    is None is only frozen. Everything may be captured in a CUDA graph: no address and no argument changes.
+    Per token: `begin_token`, then `deciding.decide` with the `arguments` of (None, 0), by which the first layer is
+    frozen and, by token prior, prefetched; then for each layer l those of (l, l + 1, scores, pregate), the last one
+    with None in the place of l + 1. A layer whose pre-gate is None is only frozen. Everything may be captured in a CUDA
+    graph: no address and no argument changes.
     """
 
     def __init__(
@@ -79,6 +80,8 @@ class DevicePolicy:
         c = view(cache.block)
         if c.n_experts > 512:
             raise ValueError(f"the device's policy packs an expert into 9 bits: {c.n_experts} experts are too many")
+        if int(c.top_k.max()) > 256:
+            raise ValueError(f"a turn packs its place into 8 bits: {int(c.top_k.max())} executed experts are too many")
         self.state = DevicePolicyState.from_cache(cache, device)
         self.prior = None if cache.prior is None else DevicePrior.from_prior(cache.prior, device)  # type: ignore[arg-type]
         self.top_k = [int(k) for k in c.top_k]
@@ -118,21 +121,6 @@ class DevicePolicy:
         at = layout.REALS.index("prior") * self.padded
         self._unpack(token, self.state.reals.view(-1)[at:], len(layout.REALS) * self.padded, 0, self.n_layers)
 
-    def step(
-        self,
-        layer: int | None,
-        following: int | None,
-        scores: torch.Tensor | None = None,
-        pregate: torch.Tensor | None = None,
-        gates: torch.Tensor | None = None,
-    ) -> None:
-        """Part 2 of `layer` on its scores [E] float32, then part 1 of `following` on its pre-gate [E], in one launch.
-
-        gates [E]: of `layer`, where the weights are given. Results lie in `decisions`.
-        """
-        arguments, constants = self.arguments(layer, following, scores, pregate, gates)
-        steps.step[(1,)](*arguments, **constants)
-
     def arguments(
         self,
         layer: int | None,
@@ -141,7 +129,10 @@ class DevicePolicy:
         pregate: torch.Tensor | None = None,
         gates: torch.Tensor | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What `step` launches `steps.step` with, in order and by name: for kernels that do more in the same launch."""
+        """What `deciding.decide` is launched with for part 2 of `layer` on its scores [E] float32, then part 1 of
+        `following` on its pre-gate [E]: in order up to `stop`, and by name. gates [E]: of `layer`, where the weights
+        are given. Results lie in `decisions`.
+        """
         if layer is not None:
             self._check(scores, "scores", (self.n_experts,))
             if self._needs_gates:

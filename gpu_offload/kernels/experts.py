@@ -1,7 +1,7 @@
 """The experts of one token, executed from their slots: a block waits only for the expert that it works on.
 
-What a layer executes comes as tickets (`copying.issue`): whose bytes are there needs no look at any record. Slots are
-written beside these kernels, so they are read past the L1 cache.
+What a layer executes comes as tickets (`copying.issue_demand`): whose bytes are there needs no look at any record.
+Slots are written beside these kernels, so they are read past the L1 cache.
 """
 
 import triton
@@ -30,7 +30,7 @@ def gate_and_up(  # type: ignore[no-untyped-def]
     ended = tl.load(stop)
     first = tl.load(x + at, mask=at < D, other=0.0, cache_modifier=".cg")  # three kernels old
     number = tl.load(queue + NUMBER, cache_modifier=".cg")
-    let_next_begin(EARLY)
+    let_next_begin(EARLY)  # though this kernel has not waited yet: see `ordering`
     ticket = NO_TICKET
     nth = 0
     if ended == 0:

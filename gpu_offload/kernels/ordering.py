@@ -26,11 +26,13 @@ def await_previous(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def let_next_begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Once every block has come here, the next kernel's may start."""
     if EARLY:
         gdc_launch_dependents()
 
 
 @triton.jit
 def await_end_of_previous(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `await_previous`; when the next kernel may start is said elsewhere."""
     if EARLY:
         gdc_wait()

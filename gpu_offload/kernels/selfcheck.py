@@ -16,7 +16,7 @@ import torch
 
 from edgemoe.generation.options import Options
 from edgemoe.gpu_offload.kernels import draw
-from edgemoe.gpu_offload.kernels.comparing import KINDS, compare, fitted, policies, random_case
+from edgemoe.gpu_offload.kernels.comparing import KINDS, Alone, compare, fitted, policies, random_case
 from edgemoe.gpu_offload.kernels.device_policy import DevicePolicy
 from edgemoe.gpu_offload.kernels.sampling import DeviceSampler
 from edgemoe.policy import preset
@@ -109,25 +109,27 @@ def check_sampling(device: str, vocabularies: tuple[int, ...], steps: int = 6, s
 
 
 def time_policy() -> dict[str, Any]:
-    """Microseconds per launch of the fused step, in a CUDA graph of a token over 16 layers; median of 50 replays."""
+    """Microseconds per decision, with what asks for its copies, in a CUDA graph of a token over 16 layers; median of 50
+    replays."""
     found = {}
     for n_experts, capacity, k in TIMED:
         for name in ("psr-gated", "psr", "exact-lru"):
             policy = preset(name)
             case = random_case(policy, shape=(1, LAYERS), n_experts=n_experts, top_k=k, capacity=capacity)
-            decide = DevicePolicy(case.cache())
+            alone = Alone(DevicePolicy(case.cache()), capacity)
             scores = torch.randn(LAYERS, n_experts, device="cuda")
             pregate = scores + 0.5 * torch.randn_like(scores)
 
-            def token(decide: DevicePolicy = decide, z: torch.Tensor = scores, g: torch.Tensor = pregate) -> None:
-                decide.step(None, 0)
+            def token(alone: Alone = alone, z: torch.Tensor = scores, g: torch.Tensor = pregate) -> None:
+                alone.begin()
+                alone.decide(None, 0)
                 for layer in range(LAYERS):
                     last = layer + 1 == LAYERS
-                    decide.step(layer, None if last else layer + 1, z[layer], None if last else g[layer + 1])
+                    alone.decide(layer, None if last else layer + 1, z[layer], None if last else g[layer + 1])
 
             # Scores change between replays: decisions that never change would copy nothing.
             graph_us = _graph_us(token, scores.normal_) / (LAYERS + 1)
-            moved = decide.decisions.counts[:, 1:].sum(0).tolist()
+            moved = alone.policy.decisions.counts[:, 1:].sum(0).tolist()
             found[f"{name} E={n_experts} C={capacity} k={k}"] = {
                 "us_per_launch": round(graph_us, 2),
                 "copies_of_last_token": moved,

@@ -1,4 +1,5 @@
-"""The kernels that run Algorithm 1 over the state in memory: one fused step of a token, a chunk of tokens, the prior.
+"""Algorithm 1 over the state in memory: the parts of one token's step (`deciding.decide` makes one of them), a chunk of
+tokens, the prior.
 
 One thread block of one warp each: a layer's decisions are a chain, and a warp needs no barriers. Launch them with
 `OPTIONS`.
@@ -144,58 +145,6 @@ def look_ahead(  # type: ignore[no-untyped-def]
     tl.store(words + layer * N_WORDS + 2, tl.sum((predicted > 0).to(tl.int32), 0))
     tl.store(counts + layer * N_COUNTS + 2, n)
     return turn, slot, n
-
-
-@triton.jit(do_not_specialize=["layer", "following"])
-def step(  # type: ignore[no-untyped-def]
-    ints, reals, words, scales, scores, given, pregate, executed, slots, weights, own_list, copies, counts,
-    layer, following, lam, log_keep, log_gate, factor,
-    E: tl.constexpr, EP: tl.constexpr, WIDTH: tl.constexpr, BUDGET: tl.constexpr,
-    SELECTS: tl.constexpr, FREEZES: tl.constexpr, PREFETCHES: tl.constexpr,
-    ROUTING: tl.constexpr, EVICTION: tl.constexpr, PREFETCH: tl.constexpr, GATED: tl.constexpr, RUNNING: tl.constexpr,
-    ELIDED: tl.constexpr, WEIGHTS: tl.constexpr, K: tl.constexpr, K_NEXT: tl.constexpr, J: tl.constexpr,
-    W: tl.constexpr, ROUNDS: tl.constexpr
-):  # fmt: skip
-    """Part 2 of `layer` (if SELECTS), then the freeze (FREEZES) and part 1 (PREFETCHES) of layer `following`. What
-    `deciding.decide` does where copies follow.
-
-    State: ints [L, 8, EP], reals [L, 3, EP], words [L, 4], scales [L, 2] (see `layout`). scores [E] of `layer`, given
-    [E] its gates where WEIGHTS says so, pregate [E] the scores that predict `following`. Out, in the rows of the layers
-    concerned: executed, slots, own_list [L, WIDTH] int32, weights [L, WIDTH] float32, copies [L, WIDTH + BUDGET, 2]
-    int32 as (expert, slot), counts [L, 3].
-    """
-    index = experts_of(EP)
-    if SELECTS:
-        slot, protected, priority, predicted, recency, uses, fast, slow, clock, n_predicted, scale, range_sum = (
-            recalled(ints, reals, words, scales, layer, index, EP)
-        )
-    if FREEZES:
-        next_slot, next_recency, next_uses, next_rank, next_tally, next_clock, next_scale, next_ranges = recalled_ahead(
-            ints, reals, words, scales, following, index, EP
-        )
-    if SELECTS:
-        z = tl.load(scores + index, mask=index < E, other=MASKED_SCORE)
-        slot, chosen, place, own, own_place, n, range_sum = part2(
-            z, slot, protected, predicted, n_predicted, comparable(priority, EVICTION), clock, range_sum, scale,
-            lam, log_keep, log_gate, index, copies + layer * (2 * (WIDTH + BUDGET)),
-            ROUTING, RUNNING, ELIDED, K, J,
-        )  # fmt: skip
-        tl.store(counts + layer * N_COUNTS, tl.sum(chosen, 0))
-        tl.store(counts + layer * N_COUNTS + 1, n)
-        at = layer * WIDTH
-        list_decisions(
-            z, given, chosen, place, own, own_place, slot, factor, index,
-            executed + at, slots + at, weights + at, own_list + at, E, WEIGHTS,
-        )  # fmt: skip
-        remember(
-            ints, reals, words, scales, layer, index, slot, recency, uses, fast, slow, clock, range_sum, chosen, own, EP
-        )
-    if FREEZES:
-        look_ahead(
-            ints, words, pregate, copies, counts, following, index, lam, next_slot, next_recency, next_uses, next_rank,
-            next_tally, next_clock, next_scale, next_ranges,
-            E, EP, WIDTH, BUDGET, PREFETCHES, EVICTION, PREFETCH, GATED, RUNNING, K_NEXT, W, ROUNDS,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer", "n_tokens"])

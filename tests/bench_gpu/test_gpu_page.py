@@ -19,8 +19,12 @@ from edgemoe.bench.gpu.report import as_json
 from edgemoe.policy import preset
 
 ROOT = Path(__file__).parents[2]
-SCRIPT, PAGE, RUN = (
-    ROOT / where for where in ("scripts/bench_gpu_tables", "docs/benchmarks-gpu.md", "docs/bench-gpu.json")
+SCRIPT, PAGE, RUN, FRONTIER = (
+    ROOT / where
+    for where in (
+        *("scripts/bench_gpu_tables", "docs/benchmarks-gpu.md"),
+        *("docs/bench-gpu.json", "docs/bench-gpu-frontier.json"),
+    )
 )
 
 
@@ -80,4 +84,6 @@ def test_the_page_takes_the_tables_between_its_marks(script, run) -> None:
 @pytest.mark.skipif(not RUN.exists(), reason="no run on a GPU is kept beside the page")
 def test_the_page_is_what_the_script_writes(script) -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert script.page(text, json.loads(RUN.read_text(encoding="utf-8"))) == text
+    run = json.loads(RUN.read_text(encoding="utf-8"))
+    frontier = json.loads(FRONTIER.read_text(encoding="utf-8")) if FRONTIER.exists() else None
+    assert script.page(text, run, frontier) == text

@@ -14,6 +14,18 @@ from typing import Any
 
 ADA, HOPPER = 89, 90
 _POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "int64": "*i64", "int32": "*i32", "int16": "*i16", "uint8": "*u8"}
+STORED = {  # what has the type that the model is stored in
+    "attention.attend": {"keys", "values"},
+    "chunk_attention.attend": {"q", "keys", "values", "y"},
+    "chunk_attention.place": {"q", "keys", "values"},
+    "dense.added_product": {"matrix"},
+    "dense.load_token": {"embedding"},
+    "dense.normed_product": {"matrix"},
+    "experts.down": {"slots"},
+    "experts.gate_and_up": {"slots"},
+    "grouped.down": {"hidden", "experts"},
+    "grouped.gate_and_up": {"h", "experts", "hidden"},
+}
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 
@@ -46,22 +58,32 @@ def _type(value: Any) -> str:
 
 
 def compile_all(launches: list[Any]) -> list[str]:
-    """For Ada, and the first launch of each kernel that knows EARLY for Hopper too. The kernels' names, sorted."""
+    """For Ada; for Hopper too, where a kernel knows EARLY; and each kernel's first launch with weights in bfloat16. The
+    kernels' names, sorted."""
+    compiled = set()
+    for module, name, signature, constants, options in launches:
+        short = f"{module.removeprefix('edgemoe.gpu_offload.kernels.')}.{name}"
+        _compile(module, name, signature, {**constants, **({"EARLY": False} if "EARLY" in constants else {})}, options)
+        if "EARLY" in constants:
+            _compile(module, name, signature, {**constants, "EARLY": True}, options, HOPPER)
+        if short not in compiled and short in STORED:
+            stored = {key: "*bf16" if key in STORED[short] else kind for key, kind in signature.items()}
+            assert stored != signature, f"{short} has none of {STORED[short]}"
+            _compile(module, name, stored, constants, options)
+        compiled.add(short)
+    return sorted(compiled)
+
+
+def _compile(
+    module: str, name: str, signature: dict[str, str], constants: dict[str, Any], options: Any, capability: int = ADA
+) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    compiled: set[str] = set()
-    for module, name, signature, constants, options in launches:
-        kernel = getattr(importlib.import_module(module), name)
-        hopper = "EARLY" in constants and f"{module}.{name}" not in compiled
-        for capability in (ADA, HOPPER) if hopper else (ADA,):
-            values = {**constants, "EARLY": capability == HOPPER} if "EARLY" in constants else constants
-            places = {(list(signature).index(key),): value for key, value in values.items()}
-            target = GPUTarget("cuda", capability, 32)
-            triton.compile(ASTSource(kernel, signature, places), target=target, options=options)
-        compiled.add(f"{module}.{name}")
-    return sorted(name.removeprefix("edgemoe.gpu_offload.kernels.") for name in compiled)
+    places = {(list(signature).index(key),): value for key, value in constants.items()}
+    source = ASTSource(getattr(importlib.import_module(module), name), signature, places)
+    triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 if __name__ == "__main__":

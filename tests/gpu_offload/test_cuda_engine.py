@@ -75,7 +75,7 @@ def test_logits_are_the_cpu_s(name: str, dtype: str, bound: float, executor: str
     so_far = np.logical_and.accumulate(alike.reshape(len(DOMAINS), -1), axis=1).reshape(-1)
     error = np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)
     assert np.median(error[so_far]) < bound / 2 and error[so_far].max() < bound
-    assert so_far.mean() > 0.99 if dtype == "float32" else so_far.any()
+    assert so_far.mean() > (0.99 if dtype == "float32" else 0.02)
     gap = b.max(1) - b[np.arange(len(a)), a.argmax(1)]
     assert (gap <= 2 * np.abs(a - b).max(1)).all()
 

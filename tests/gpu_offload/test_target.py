@@ -55,6 +55,17 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+def test_heads_that_the_device_cannot_split_are_refused_at_once(two_gpus: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    [path] = write_synthetic(tmp_path / "m.gguf", **{**TINY, "d_model": 48, "n_heads": 2})
+    shape = read_shape(read_model(path))
+    assert shape.d_head == 24
+    with pytest.raises(UserError, match=r"width 24.*--executor host"):
+        find_target("cuda").check(shape)
+    find_target("cuda", executor="host").check(shape)
+    with pytest.raises(UserError, match="width 24"):
+        make(path, device="cuda")
+
+
 def refused(*arguments: Any) -> str:
     with pytest.raises(UserError) as caught:
         find_target(*arguments)

@@ -7,16 +7,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from edgemoe.gpu_offload.kernels import sampling, steps
+from edgemoe.gpu_offload.kernels import deciding, sampling, steps
 
 FLOATS = {"reals", "scales", "scores", "given", "pregate", "priors", "weights", "logits"}
-LONGS = {"control", "bests", "sequence", "ends"}
+LONGS = {"control", "bests", "sequence", "ends", "stop", "turns", "tally"}
 REALS = {"lam", "log_keep", "log_gate", "factor", "temperature", "log_min_p"}
 NUMBERS = {"layer", "following", "n_tokens", "share", "capacity"}
 PSR = {
     "E": 64, "EP": 64, "WIDTH": 8, "BUDGET": 1, "PREFETCHES": True, "ROUTING": 1, "EVICTION": 3, "PREFETCH": 1,
     "GATED": True, "RUNNING": True, "ELIDED": True, "WEIGHTS": 0, "K": 8, "J": 1, "W": 8, "ROUNDS": 8,
 }  # fmt: skip
+
+
+DECIDE = {"SELECTS": True, "FREEZES": True, "K_NEXT": 8, "C": 32, "CHUNKS": 192, "EARLY": False}
 
 
 def kind(name):
@@ -41,7 +44,7 @@ def compiled(function, constants, **options):
 sys.stdout.write(
     json.dumps(
         {
-            "step": compiled(steps.step, PSR | {"SELECTS": True, "FREEZES": True, "K_NEXT": 8}, **steps.OPTIONS),
+            "decide": compiled(deciding.decide, PSR | DECIDE, **steps.OPTIONS),
             "chunk": compiled(steps.chunk, PSR | {"HAS_PRIOR": True}, **steps.OPTIONS),
             "choose": compiled(
                 sampling.choose,

@@ -17,7 +17,7 @@ import torch
 from edgemoe.calibration import TokenPrior
 from edgemoe.generation.options import Options
 from edgemoe.gpu_offload.kernels import draw, sampling
-from edgemoe.gpu_offload.kernels.comparing import KINDS, compare, fitted, policies, random_case
+from edgemoe.gpu_offload.kernels.comparing import KINDS, Alone, compare, fitted, policies, random_case
 from edgemoe.gpu_offload.kernels.device_policy import DevicePolicy
 from edgemoe.gpu_offload.kernels.selfcheck import check_sampling
 from edgemoe.gpu_offload.kernels.state import DevicePrior
@@ -77,11 +77,13 @@ def a_reset_in_the_middle():
     scores = torch.from_numpy(case.scores[:, 0].copy())
     device.chunk(0, scores[:1])
     device.reset()
+    alone = Alone(device, 6)
     for t in range(3):
         host.begin_token(None)
         selection = host.select(0, case.scores[t, 0])
-        device.step(None, 0)
-        device.step(0, None, scores[t])
+        alone.begin()
+        alone.decide(None, 0)
+        alone.decide(0, None, scores[t])
         m, n, _ = device.decisions.counts[0].tolist()
         assert device.decisions.executed[0, :m].tolist() == selection.experts
         assert device.decisions.demand[0, :n].tolist() == [[copy.expert, copy.slot] for copy in selection.copies]

@@ -47,7 +47,7 @@ def demand(  # type: ignore[no-untyped-def]
     wanted, promoted, in_time, late, unused = issue_demand(
         0, index, tl.load(chosen + index), tl.load(place + index), held, tl.load(slot + index), m, n,
         bit, marked, there, tl.load(queue), 7, claims, done, after, experts, current, asked, tickets, turns,
-        demand_queue, queue, C, WIDTH, CHUNKS, EP,
+        demand_queue, queue, C, WIDTH, CHUNKS,
     )  # fmt: skip
     tl.store(out, wanted)
     tl.store(out + 1, promoted)

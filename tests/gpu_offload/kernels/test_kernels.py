@@ -63,8 +63,8 @@ def test_the_machine_code_rounds_every_product_and_stays_in_one_warp(tmp_path: P
     found = json.loads(done.stdout)
     for kernel, counts in found.items():
         assert counts["fma."] == counts["mad.f"] == counts[".ftz"] == counts[".local"] == 0, (kernel, counts)
-    for kernel in ("step", "chunk"):
-        assert found[kernel]["bar.sync"] == 0 < found[kernel]["redux.sync"], (kernel, found[kernel])
+        assert kernel == "choose" or found[kernel]["redux.sync"] > 0, (kernel, counts)
+    assert found["chunk"]["bar.sync"] == 0
 
 
 @pytest.mark.gpu
