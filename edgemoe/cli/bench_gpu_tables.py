@@ -20,7 +20,7 @@ def show(report: Report, written: Iterable[Path] = ()) -> None:
     out = console()
     say(out, _head(report))
     for made in (
-        *(_rows(report), _copies(report), _ratios(report), _equal_kl(report), _prompts(report)),
+        *(_rows(report, out.width), _copies(report, out.width), _ratios(report), _equal_kl(report), _prompts(report)),
         *(_generated(report), _against(report), _determinism(report), _bars(report)),
     ):
         if made.row_count:
@@ -51,49 +51,60 @@ def _head(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _rows(report: Report) -> Table:
-    from edgemoe.cli.output import table
-
-    made = table(
-        *("ms per token", "slots", "mean", "p50", "p99", "least", "× least", "link", "above floor", "per copy"),
-        *("KL", "config"),
-    )
-    for row in report.rows:
-        if row.problem:
-            continue
-        made.add_row(
-            row.label,
-            str(row.slots),
-            *(_ms(value) for value in (row.mean, row.p50, row.p99, row.timeline_s)),
-            _number(row.over_timeline),
-            *(_ms(value) for value in (row.link_s, row.above_floor, row.per_copy)),
-            "–" if row.kl is None else f"{row.kl:.4f}",
-            row.config,
-        )
-    return made
+_WIDE = 120  # columns of a terminal that take hashes, too
 
 
-def _copies(report: Report) -> Table:
-    from edgemoe.cli.output import table
+def _rows(report: Report, width: int) -> Table:
+    """Without KL where there is none, and without what --json has where a terminal is narrow."""
+    shown = [row for row in report.rows if not row.problem]
+    columns = {
+        "ms per token": [row.label for row in shown],
+        "slots": [str(row.slots) for row in shown],
+        "mean": [_ms(row.mean) for row in shown],
+        "p50": [_ms(row.p50) for row in shown],
+        "p99": [_ms(row.p99) for row in shown],
+        "least": [_ms(row.timeline_s) for row in shown],
+        "× least": [_number(row.over_timeline) for row in shown],
+        "link": [_ms(row.link_s) for row in shown],
+        "above floor": [_ms(row.above_floor) for row in shown],
+        "per copy": [_ms(row.per_copy) for row in shown],
+    }
+    if any(row.kl is not None for row in shown):
+        columns["KL"] = ["–" if row.kl is None else f"{row.kl:.4f}" for row in shown]
+    if width >= _WIDE:
+        columns["config"] = [row.config for row in shown]
+    else:
+        del columns["p50"]
+    return _by_columns(columns)
+
+
+def _copies(report: Report, width: int) -> Table:
     from edgemoe.units import format_bytes
 
-    made = table(
-        *("copies per token", "slots", "demand", "prefetch", "in time", "late", "unused", "bytes"),
-        *("decided", "replaced", "as decided"),
-    )
-    for row in report.rows:
-        if row.problem or not row.copies:
-            continue
-        decided = f"{_number(row.decided_demand)}+{_number(row.decided_prefetch)}"
-        made.add_row(
-            row.label,
-            str(row.slots),
-            *(_number(value) for value in (row.demand, row.prefetch, row.in_time, row.late, row.unused)),
-            format_bytes(row.copied_bytes or 0.0),
-            decided,
-            _number(row.replaced),
-            "–" if row.agrees is None else "yes" if row.agrees else "NO",
-        )
+    shown = [row for row in report.rows if not row.problem and row.copies]
+    columns = {
+        "copies per token": [row.label for row in shown],
+        "slots": [str(row.slots) for row in shown],
+        "demand": [_number(row.demand) for row in shown],
+        "prefetch": [_number(row.prefetch) for row in shown],
+        "in time": [_number(row.in_time) for row in shown],
+        "late": [_number(row.late) for row in shown],
+        "unused": [_number(row.unused) for row in shown],
+        "bytes": [format_bytes(row.copied_bytes or 0.0) for row in shown],
+    }
+    if width >= _WIDE:
+        columns["decided"] = [f"{_number(row.decided_demand)}+{_number(row.decided_prefetch)}" for row in shown]
+        columns["replaced"] = [_number(row.replaced) for row in shown]
+    columns["as decided"] = ["–" if row.agrees is None else "yes" if row.agrees else "NO" for row in shown]
+    return _by_columns(columns)
+
+
+def _by_columns(columns: dict[str, list[str]]) -> Table:
+    from edgemoe.cli.output import table
+
+    made = table(*columns)
+    for cells in zip(*columns.values(), strict=True):
+        made.add_row(*cells)
     return made
 
 
