@@ -8,9 +8,11 @@ import signal
 
 from hypothesis import HealthCheck, settings
 
-# A job in the background of a shell ignores SIGINT, and hands that on to every program it starts.
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A job in the background of a shell ignores SIGINT, one under nohup SIGHUP, and both hand that on to every program that
+# they start.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, usual)
 
 # The caller's terminal is nothing to a test. pytest imports readline, which sets both for the programs that it starts,
 # workers among them, where `os.environ` does not show it.
