@@ -55,7 +55,7 @@ def _change(item: str, change: str) -> tuple[str, Any]:
     if change in _WORDS:
         return _WORDS[change]
     if change.startswith(_LAMBDA):
-        return "lam", parse_lambdas(change.removeprefix(_LAMBDA))[0]
+        return "lam", parse_lambdas(change.removeprefix(_LAMBDA), f"--policies {item}")[0]
     count = parse_count(change[1:])
     if change[:1] in _COUNTS and count is not None:
         return _COUNTS[change[0]], count
@@ -63,12 +63,13 @@ def _change(item: str, change: str) -> tuple[str, Any]:
     raise UserError(f"--policies {item}: {change!r} changes nothing: {known} are understood")
 
 
-def parse_lambdas(text: str) -> tuple[float, ...]:
-    """`0.1,0.2,0.3`. Raises `UserError` for anything else."""
+def parse_lambdas(text: str, given: str = "") -> tuple[float, ...]:
+    """`0.1,0.2,0.3`. Raises `UserError` for anything else; given: the option and its value, as they are to be named."""
+    given = given or f"--lambda {text}"
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise UserError(f"--lambda {text}: expected numbers, separated by commas") from None
+        raise UserError(f"{given}: expected numbers, separated by commas, for λ") from None
     if not all(0 < lam <= 1e6 for lam in found) or len(set(found)) < len(found):
-        raise UserError(f"--lambda {text}: expected numbers above 0, each once")
+        raise UserError(f"{given}: expected numbers above 0 for λ, each once")
     return found
