@@ -180,7 +180,7 @@ def test_policies_are_named() -> None:
         ("psr:J", "changes nothing"),
         ("exact-lru:n1", "no meaning without prefetch"),
         ("exact-lru:λ0.1", "no meaning for exact routing"),
-        ("psr:λ", "--lambda : expected numbers"),
+        ("psr:λ", "--policies psr:λ: expected numbers"),
     ],
 )
 def test_what_is_no_policy(text: str, said: str) -> None:
