@@ -8,6 +8,7 @@ import torch
 
 from edgemoe.errors import UserError
 from edgemoe.gpu_offload.kernels import copying
+from edgemoe.gpu_offload.kernels.copy_state import CopyState
 from edgemoe.gpu_offload.slots import NOTHING, Slots
 
 CHUNK_BYTES = 1 << 16
@@ -17,37 +18,17 @@ _ERROR, _NUMBER = copying.ERROR.value, copying.NUMBER.value  # words of the queu
 _TALLY = ("loads", "misses", "demand", "prefetch", "in_time", "late", "unused")
 
 
-class Records:
+class Records(CopyState):
     """What the kernels keep beside the slots. While they run, `slots.held` is out of date: `look` first."""
 
     def __init__(self, slots: Slots, width: int, budget: int) -> None:
         """width: experts that a layer executes at most; budget: prefetch copies per layer and token at most."""
-        self.slots, device = slots, slots.bytes.device
-        n_layers = len(slots.held)
+        super().__init__(len(slots.held), slots.capacity, width, budget, slots.bytes.device)
+        self.slots = slots
         self.words = slots.arena.expert_bytes // _WORD
         self.chunk = min(CHUNK_BYTES // _WORD, -(-self.words // TILE_WORDS) * TILE_WORDS)
         self.chunks = -(-self.words // self.chunk)
-
-        def integers(size: int) -> torch.Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=device)
-
-        places = n_layers * slots.capacity
-        self.claims, self.done, self.after, self.experts = (integers(2 * places) for _ in range(4))
-        self.current, self.asked = integers(places), integers(places)
-        self.demand_queue, self.prefetch_queue = integers(n_layers * width + 1), integers(n_layers * budget + 1)
-        self.queue = integers(8)
-        self.tickets = integers(n_layers * width)
-        self.turns = torch.zeros(n_layers * width, dtype=torch.int64, device=device)
-        self.tally = torch.zeros(8, dtype=torch.int64, device=device)
         self.known = False
-
-    @property
-    def arguments(self) -> tuple[torch.Tensor, ...]:
-        """What `decide` takes after `stop`."""
-        return (
-            *(self.claims, self.done, self.after, self.experts, self.current, self.asked),
-            *(self.tickets, self.turns, self.demand_queue, self.prefetch_queue, self.queue, self.tally),
-        )
 
     def look(self, slot_of: np.ndarray) -> None:
         """Ask the device which slots are whole; `slot_of` [L, E] is what its logical cache says."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from edgemoe.gpu_offload.kernels import deciding
+from edgemoe.gpu_offload.kernels.copy_state import CopyState
 from edgemoe.gpu_offload.kernels.device_policy import Decisions, DevicePolicy, Weights
 from edgemoe.gpu_offload.kernels.state import differences
 from edgemoe.policy import PRESETS, LogicalCache, Policy, Selection, preset
@@ -51,25 +52,13 @@ class Alone:
 
     def __init__(self, policy: DevicePolicy, capacity: int) -> None:
         self.policy, self.capacity, device = policy, capacity, policy.state.ints.device
-        places = policy.n_layers * capacity
-
-        def integers(size: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(size, dtype=kind, device=device)
-
-        self.claims, self.done, after, experts = (integers(2 * places) for _ in range(4))
-        current, asked = integers(places), integers(places)
-        self.tickets, self.queue = integers(policy.n_layers * policy.width), integers(8)
-        turns, tally = integers(policy.n_layers * policy.width, torch.int64), integers(8, torch.int64)
-        queues = (integers(policy.n_layers * n + 1) for n in (policy.width, policy.budget))
-        self._rest = (
-            *(integers(1, torch.int64), self.claims, self.done, after, experts, current, asked),
-            *(self.tickets, turns, *queues, self.queue, tally),
-        )
+        self.copies = CopyState(policy.n_layers, capacity, policy.width, policy.budget, device)
+        self._stop = torch.zeros(1, dtype=torch.int64, device=device)
 
     def begin(self) -> None:
         """A token."""
-        self.queue.zero_()
-        for record in (self.claims, self.done):
+        self.copies.queue.zero_()
+        for record in (self.copies.claims, self.copies.done):
             record.fill_(1)
 
     def decide(
@@ -82,7 +71,9 @@ class Alone:
     ) -> None:
         """Arguments as `DevicePolicy.arguments` has them."""
         arguments, constants = self.policy.arguments(layer, following, scores, pregate, gates)
-        deciding.decide[(1,)](*arguments, *self._rest, C=self.capacity, CHUNKS=1, EARLY=False, **constants)
+        deciding.decide[(1,)](
+            *arguments, self._stop, *self.copies.arguments, C=self.capacity, CHUNKS=1, EARLY=False, **constants
+        )
 
 
 KINDS = ("smooth", "ties", "masked", "equal", "zeros")
@@ -195,7 +186,7 @@ def compare(case: Case, device: str, chunk: int = 0, weights: Weights = "softmax
 def _same_tickets(alone: Alone, layer: int, where: str) -> None:
     """A ticket is of the slot that an executed expert has; to wait for where it was copied for this token."""
     found, width, c = alone.policy.decisions, alone.policy.width, alone.capacity
-    tickets = alone.tickets[layer * width : (layer + 1) * width].tolist()
+    tickets = alone.copies.tickets[layer * width : (layer + 1) * width].tolist()
     executed, demand, _ = found.counts[layer].tolist()
     places = [ticket // 2 if ticket >= 0 else -1 - ticket for ticket in tickets[:executed]]
     if places != [layer * c + slot for slot in found.slots[layer, :executed].tolist()]:
