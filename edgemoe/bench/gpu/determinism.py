@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from edgemoe.bench.gpu.clocks import CHUNK, CPU, DEVICE, HOST, Arm, context, stepped
-from edgemoe.bench.gpu.measure import Timed
 from edgemoe.bench.gpu.rows import config_of
 from edgemoe.bench.gpu.subject import Subject
 from edgemoe.errors import UserError
@@ -142,7 +141,7 @@ def _text(subject: Subject, arm: Arm, prompt: np.ndarray, count: int) -> tuple[s
             tokens += chosen
             token, position = chosen[-1], position + len(chosen)
             residents.update(np.packbits(executor.slot_of() >= 0).tobytes())
-        return config_of(subject, Timed(arm, executor.name)), tuple(tokens), residents.hexdigest()[:12]
+        return config_of(subject, arm, executor.name), tuple(tokens), residents.hexdigest()[:12]
     finally:
         executor.close()
         del executor

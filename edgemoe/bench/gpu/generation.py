@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from edgemoe.bench.gpu.clocks import Arm, label
-from edgemoe.bench.gpu.measure import Timed
 from edgemoe.bench.gpu.pool import Pool
 from edgemoe.bench.gpu.rows import config_of
 from edgemoe.bench.gpu.subject import Subject
@@ -86,7 +85,7 @@ def _one(subject: Subject, pool: Pool, arm: Arm, count: int) -> Generated:
             copies += after.demand + after.prefetch - moved
     n_prompts = len(subject.prompts)
     # By the model's own routers, also where rows replay recorded routing.
-    config = config_of(subject, Timed(arm, f"{executor.name}, free"))
+    config = config_of(subject, arm, f"{executor.name}, free")
     return Generated(
         arm.name, arm.slots, arm.executor, config,
         first / n_prompts, rest / max(tokens, 1), tokens, copies / max(tokens, 1),

@@ -17,7 +17,6 @@ import torch
 
 from edgemoe.bench.gpu.clocks import DEVICE, Arm, executor_of, label
 from edgemoe.bench.gpu.limits import RESIDENT, resident_arm
-from edgemoe.bench.gpu.measure import Timed
 from edgemoe.bench.gpu.rows import config_of
 from edgemoe.bench.gpu.subject import Subject
 from edgemoe.errors import UserError
@@ -119,7 +118,7 @@ def _one(subject: Subject, arm: Arm, ids: np.ndarray, link: float, floor: float 
         share=arm.share,
         slots=arm.slots,
         executor=arm.executor,
-        config=config_of(subject, Timed(arm, name)),
+        config=config_of(subject, arm, name),
         tokens=len(ids),
         rounds=seconds,
         union_bytes=union,

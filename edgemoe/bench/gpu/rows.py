@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from edgemoe.bench.gpu.clocks import label
+from edgemoe.bench.gpu.clocks import Arm, label
 from edgemoe.bench.gpu.geometry import active_bytes
 from edgemoe.bench.gpu.limits import Rates, compute_of
 from edgemoe.bench.gpu.measure import Timed
@@ -80,13 +80,13 @@ class Row:
         return {**asdict(self), "label": self.label, "copies": self.copies, "over_timeline": self.over_timeline}
 
 
-def config_of(subject: Subject, timed: Timed) -> str:
-    """Twelve hex digits of all that decides what a row computes."""
+def config_of(subject: Subject, arm: Arm, executor: str) -> str:
+    """Twelve hex digits of all that decides what an arm computes; executor: its own name, with what else decides."""
     decides = {
         "subject": subject.fingerprint,
-        "policy": timed.arm.policy.hash,
-        "slots": timed.arm.slots,
-        "executor": timed.name,
+        "policy": arm.policy.hash,
+        "slots": arm.slots,
+        "executor": executor,
         "torch": torch.__version__,
         "dtype": str(subject.weights.dtype),
     }
@@ -147,7 +147,7 @@ def _row(
         executor=arm.executor,
         policy=asdict(policy),
         policy_hash=policy.hash,
-        config=config_of(subject, timed),
+        config=config_of(subject, timed.arm, timed.name),
         rounds=tuple(timed.means),
         tokens=timed.tokens,
         mean=of(every.mean() if there else 0.0),
