@@ -101,8 +101,12 @@ class _There:
     floor: np.ndarray  # [R] seconds, of everything resident
 
     @property
+    def _logs(self) -> tuple[np.ndarray, ...]:  # [R] of each row: of its seconds beyond the floor
+        return tuple(np.log(np.array(row.rounds) - self.floor) for row in self.rows)
+
+    @property
     def above(self) -> np.ndarray:  # [R] seconds beyond the floor
-        low, high = (np.log(np.array(row.rounds) - self.floor) for row in self.rows)
+        low, high = self._logs
         return np.exp((1 - self.weight) * low + self.weight * high)
 
     @property
@@ -112,7 +116,7 @@ class _There:
     @property
     def slope(self) -> float:
         """d log time / d log KL."""
-        low, high = (np.log(np.array(row.rounds) - self.floor) for row in self.rows)
+        low, high = self._logs
         apart = np.log((self.rows[1].kl or 1.0) / (self.rows[0].kl or 1.0))
         return float(((high - low) / apart * self.above / self.times).mean())
 
