@@ -1,10 +1,6 @@
 """The executor that a host drives: it decides what the CPU's decides, whatever its copies do."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +9,7 @@ pytest.importorskip("torch", reason="the GPU tier needs torch (pip install edgem
 
 import torch
 from offload_engines import POLICIES, TINY, made_up_calibration
+from programs import run
 
 from edgemoe.errors import UserError
 from edgemoe.generation import Options
@@ -270,11 +267,7 @@ def test_what_is_absent_is_what_has_not_been_issued_or_has_not_arrived(scheduled
 
 def test_the_kernels_compute_what_torch_computes():
     pytest.importorskip("triton")
-    program = Path(__file__).with_name("interpreted_experts.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(run("interpreted_experts.py"))
     assert len(found) == 4 and max(found.values()) < 1e-6, found
 
 

@@ -1,12 +1,8 @@
 """Tokens that an engine chooses several at a time: the text is the one that it writes token by token."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +10,7 @@ import pytest
 pytest.importorskip("torch", reason="the GPU tier needs torch (pip install edgemoe[gpu])")
 
 from offload_engines import POLICIES, TINY, make
+from programs import run
 
 from edgemoe.generation import Writer
 from edgemoe.gpu_offload.engine import OffloadEngine
@@ -141,11 +138,7 @@ def test_a_block_that_fails_did_not_happen(blocks: OffloadEngine, monkeypatch: p
 def test_the_device_s_blocks_are_the_cpu_s_text() -> None:
     """In Triton's interpreter: greedy, drawn by seed and position, and taken back behind a stop string."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    program = Path(__file__).with_name("interpreted_engine.py")
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(run("interpreted_engine.py"))
     device, cpu = found["cuda"], found["cpu"]
     assert device["block"] == 4 and cpu["block"] == 1
     for name in ("greedy", "drawn", "stopped", "held", "counted"):
