@@ -5,6 +5,7 @@ What only a GPU can say is put in at the boundary: functions of `torch.cuda`.
 
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -267,3 +268,14 @@ def test_page_locking_that_is_refused_says_the_limits(tiny: Path, monkeypatch: p
     assert asked == [shape.n_layers * shape.n_experts * shape.expert_values * 2]
     assert "cannot be page-locked for the GPU (cudaHostRegister: error 2;" in str(caught.value)
     assert "`ulimit -l` is 8.39 MB" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_experts_begin_with_a_page_or_are_refused(tiny: Path) -> None:
+    """Kernels read host memory in lines of 128 bytes. No machine has the memory of 2⁵⁰ of experts."""
+    shape = read_shape(read_model(tiny))
+    held = Arena(shape, torch.bfloat16, pinned=False)
+    assert held.bytes.data_ptr() % 4096 == 0 and held.bytes.shape[:2] == (shape.n_layers, shape.n_experts)
+    held.bytes.fill_(7)
+    assert int(held.bytes.min()) == 7
+    with pytest.raises(UserError, match=r"of RAM for the experts are refused"):
+        Arena(replace(shape, n_experts=2**50 // shape.expert_values), torch.bfloat16, pinned=False)
