@@ -41,7 +41,7 @@ class Tuning:
     gate_and_up: Cut = Cut(2, 2048)
     down: Cut = Cut(1, 512, registers=64)
     output: Cut = Cut(4, 2048)
-    splits: int = 16  # of a head's positions
+    splits: int = 16  # of a head's positions; the token itself has one more
     positions: int = 64  # at once
     copy_blocks: int = 16
     copy_warps: int = 8
@@ -83,7 +83,7 @@ class TokenProgram:
         self._ended = torch.zeros(shape.n_heads, dtype=torch.int32, device=device)
         self.x, self.logits = single(shape.d_model), single(shape.n_vocab)
         self._qkv, self._y = single(shape.d_query + 2 * shape.d_kv), single(shape.d_query)
-        self._partial = single(shape.n_heads, tuning.splits, shape.d_head + 2)
+        self._partial = single(shape.n_heads, tuning.splits + 1, shape.d_head + 2)
         self.scores = single(shape.n_layers, 2, shape.n_experts)  # of each layer, and the pre-gate of the next
         self._recorded = recorded
         self._routed = self.scores if recorded is None else torch.zeros_like(self.scores)
@@ -138,7 +138,7 @@ class TokenProgram:
     def _attention(self, layer: int) -> None:
         w, shape, t = self.weights.layers[layer], self.weights.shape, self.tuning
         self._product(self.x, w.attn_norm, w.qkv, self._qkv, t.qkv)
-        attention.attend[(shape.n_heads, t.splits)](
+        attention.attend[(shape.n_heads, t.splits + 1)](
             self._qkv, w.q_norm, w.k_norm, self.cos, self.sin, self.keys[layer], self.values[layer], self._position,
             self._partial, self._ended, self._y, self._stop, shape.norm_eps, shape.clip_qkv or 0.0, self.n_ctx,
             N_HEADS=shape.n_heads, N_KV=shape.n_kv_heads, D=shape.d_head,

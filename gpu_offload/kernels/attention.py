@@ -50,11 +50,12 @@ def attend(  # type: ignore[no-untyped-def]
     N_HEADS: tl.constexpr, N_KV: tl.constexpr, D: tl.constexpr, Q_P: tl.constexpr, KV_P: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, CLIPS: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """Append this token's key and value, and attend over one split of the positions up to it. Grid: (heads, SPLITS).
+    """Append this token's key and value, and attend over the positions up to it. Grid: (heads, SPLITS + 1).
 
-    qkv [(H + 2·Hkv)·D] float32; keys, values [Hkv, n_ctx, D] of one layer; cos, sin [n_ctx, D] float32; position [1]
-    int64. Out: y [H·D] float32. Between the blocks of a head: partial [H, SPLITS, D + 2] float32, the maximum, the sum
-    and the weighted values of each split; ended [H] int32, how many are there, zero again afterwards.
+    Each split has every SPLITS-th block of the positions before; the last one has this token alone, whose key must be
+    made first. qkv [(H + 2·Hkv)·D] float32; keys, values [Hkv, n_ctx, D] of one layer; cos, sin [n_ctx, D] float32;
+    position [1] int64. Out: y [H·D] float32. Between the blocks of a head: partial [H, SPLITS + 1, D + 2] float32, the
+    maximum, the sum and the weighted values of each split; ended [H] int32, how many are there, zero again afterwards.
     """
     head = tl.program_id(0)
     split = tl.program_id(1)
@@ -62,10 +63,9 @@ def attend(  # type: ignore[no-untyped-def]
     at = tl.arange(0, D)
     nth = tl.arange(0, BLOCK)
     stopped = tl.load(stop)
-    here = tl.load(position)
-    # A split has every SPLITS-th block of positions. The first is asked for before this token's query is there.
-    begin = split * BLOCK
-    end = (here + 1).to(tl.int32)
+    here = tl.load(position).to(tl.int32)
+    # The first block is asked for before this token's query is there.
+    begin = tl.where(split == SPLITS, here, split * BLOCK)
     cache = kv.to(tl.int64) * n_ctx * D
     rows = begin + nth
     places = cache + rows.to(tl.int64)[:, None] * D + at[None, :]
@@ -77,9 +77,10 @@ def attend(  # type: ignore[no-untyped-def]
     if stopped == 0:
         straight, crossed = normed(qkv, q_norm, head, eps, clip, N_HEADS * D, Q_P, D, CLIPS)
         q = rotated(straight, crossed, angle_cos, angle_sin, D) * (1.0 / tl.sqrt(float(D)))
-        new_k = tl.zeros((D,), keys.dtype.element_ty)
-        new_v = new_k
-        if (here // BLOCK) % SPLITS == split:
+        best = -float("inf")
+        total = 0.0
+        mixed = tl.zeros((D,), tl.float32)
+        if split == SPLITS:
             new = qkv + N_HEADS * D
             straight, crossed = normed(new, k_norm, kv, eps, clip, N_KV * D, KV_P, D, CLIPS)
             new_k = rotated(straight, crossed, angle_cos, angle_sin, D).to(keys.dtype.element_ty)
@@ -89,31 +90,29 @@ def attend(  # type: ignore[no-untyped-def]
             new_v = fresh.to(keys.dtype.element_ty)
             tl.store(keys + cache + here.to(tl.int64) * D + at, new_k)
             tl.store(values + cache + here.to(tl.int64) * D + at, new_v)
-        mine = (rows == here)[:, None]
-        best, total, mixed = taken_in(
-            q, tl.where(mine, new_k[None, :], k), tl.where(mine, new_v[None, :], v), rows < end,
-            -float("inf"), 0.0, tl.zeros((D,), tl.float32),
-        )  # fmt: skip
-        for start in range(begin + SPLITS * BLOCK, end, SPLITS * BLOCK):
-            rows = start + nth
-            places = cache + rows.to(tl.int64)[:, None] * D + at[None, :]
-            k = tl.load(keys + places, mask=(rows < here)[:, None], other=0.0)
-            v = tl.load(values + places, mask=(rows < here)[:, None], other=0.0)
-            mine = (rows == here)[:, None]
-            best, total, mixed = taken_in(
-                q, tl.where(mine, new_k[None, :], k), tl.where(mine, new_v[None, :], v), rows < end, best, total, mixed
-            )
-        out = partial + (head * SPLITS + split) * (D + 2)
+            best = tl.sum(new_k.to(tl.float32) * q, 0)
+            total = 1.0
+            mixed = new_v.to(tl.float32)
+        else:
+            best, total, mixed = taken_in(q, k, v, rows < here, best, total, mixed)
+            for start in range(begin + SPLITS * BLOCK, here, SPLITS * BLOCK):
+                rows = start + nth
+                places = cache + rows.to(tl.int64)[:, None] * D + at[None, :]
+                k = tl.load(keys + places, mask=(rows < here)[:, None], other=0.0)
+                v = tl.load(values + places, mask=(rows < here)[:, None], other=0.0)
+                best, total, mixed = taken_in(q, k, v, rows < here, best, total, mixed)
+        out = partial + (head * (SPLITS + 1) + split) * (D + 2)
         tl.store(out, best)
         tl.store(out + 1, total)
         tl.store(out + 2 + at, mixed)
         tl.debug_barrier()  # all threads' stores come before the count
-        if tl.atomic_add(ended + head, 1, sem="acq_rel") == SPLITS - 1:
-            each = tl.arange(0, SPLITS)
-            parts = partial + (head * SPLITS + each) * (D + 2)
-            bests = tl.load(parts, volatile=True)
+        if tl.atomic_add(ended + head, 1, sem="acq_rel") == SPLITS:
+            each = tl.arange(0, 2 * SPLITS)
+            there = each <= SPLITS
+            parts = partial + (head * (SPLITS + 1) + each) * (D + 2)
+            bests = tl.load(parts, mask=there, other=-float("inf"), volatile=True)
             shares = tl.exp(bests - tl.max(bests, 0))
-            whole = tl.sum(tl.load(parts + 1, volatile=True) * shares, 0)
-            all_mixed = tl.load(parts[:, None] + 2 + at[None, :], volatile=True)
+            whole = tl.sum(tl.load(parts + 1, mask=there, other=0.0, volatile=True) * shares, 0)
+            all_mixed = tl.load(parts[:, None] + 2 + at[None, :], mask=there[:, None], other=0.0, volatile=True)
             tl.store(y + head * D + at, tl.sum(all_mixed * shares[:, None], 0) / whole)
             tl.store(ended + head, 0)
