@@ -16,8 +16,8 @@ waits for it (`await_copy`). That is what makes waiting safe:
   what goes into it is decided after those of the token before.
 - Bytes are seen by who may read them: all threads store, the block meets (barrier), one thread adds to `done` with
   release; the reader's thread reads it with acquire, its block meets, and loads follow that go past the L1 cache and
-  never the read-only path. Of what was there when a layer decided, the decision has seen `done`; its experts begin
-  behind a fence that follows (`deciding.decide`), or at its end.
+  never the read-only path. Only what arrived before the token began needs no such look: the kernel that moved it has
+  ended. Records that a decision opens are there before the turns that send others to them.
 - Counters cannot wrap: they start anew with every copy, and grow by at most one per block and look.
 
 A prefetch that nobody began before the token ended stays where it is: the next token that executes the expert finds its
@@ -31,7 +31,7 @@ CANCELLED = tl.constexpr(1 << 20)  # more claims than any copy has chunks
 PATIENCE = tl.constexpr(1 << 22)  # looks before a spin gives up: seconds
 
 # Tickets, [L, k] int32: what a layer executes, for those who execute it, in the router's order. Not negative: a record
-# to wait for; negative: −1 − the place of a slot whose bytes are there.
+# that this token may have filled, to look at and wait for; negative: −1 − the place of a slot that was filled before.
 # Turns, [L, k] int64: the same tickets (low half), each with its number in the router's order (8 bits) and the token's
 # number (24 bits), in the order in which they are best worked on: what is there, then what is on its way, then what
 # nobody has begun, as the demand queue has it. Blocks that wait keep others from starting, so those that need not wait
@@ -43,13 +43,12 @@ NOWHERE = tl.constexpr(2**31 - 1)  # behind every turn
 DEMAND_TAIL = tl.constexpr(0)
 PREFETCH_TAIL = tl.constexpr(1)
 FINISHED = tl.constexpr(2)
-FENCE = tl.constexpr(3)  # nobody reads it
-ERROR = tl.constexpr(4)  # bits, one for each kind of spin that gave up
+ERROR = tl.constexpr(3)  # bits, one for each kind of spin that gave up
 CANCELLED_COPY = tl.constexpr(1)
 EXPERT = tl.constexpr(2)
 DECISION = tl.constexpr(4)
 TURN = tl.constexpr(8)
-NUMBER = tl.constexpr(5)  # of the token, modulo 2²³
+NUMBER = tl.constexpr(4)  # of the token, modulo 2²³
 
 # Words of `tally`, [8] int64: running totals, as `edgemoe.gpu_offload.executor.Counters` has them.
 LOADS = tl.constexpr(0)
@@ -120,9 +119,13 @@ def turn_of(ticket, place, number):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def take_turn(turn, number, queue):  # type: ignore[no-untyped-def]
-    """(ticket, its number in the router's order) of a turn, which must be this token's: all of it is in one word, so
-    that one load, past the L1 cache, needs no order with any other. Else no ticket, and an error."""
-    word = tl.load(turn, cache_modifier=".cg")
+    """(ticket, its number in the router's order) of a turn, once the decision under way has dealt it out: all of it is
+    in one word, so that one load needs no order with any other. If it never does, no ticket, and an error."""
+    word = tl.load(turn, volatile=True)
+    looks = 0
+    while ((word >> 40) != number) & (looks < PATIENCE):
+        word = tl.load(turn, volatile=True)
+        looks += 1
     ticket = word.to(tl.int32)
     if (word >> 40) != number:
         tl.atomic_or(queue + ERROR, TURN)
@@ -166,7 +169,7 @@ def issue_demand(  # type: ignore[no-untyped-def]
     in_time = tl.sum((predicted & (waits == 0)).to(tl.int32), 0)
     unused = tl.sum(marked, 0) - tl.sum(predicted.to(tl.int32), 0)
     tl.store(asked + layer * C + before, 0, mask=marked == 1)
-    ticket = -1 - at
+    ticket = tl.where(predicted, record, -1 - at)
     turn = place
     demand = 0
     promoted = 0

@@ -11,7 +11,6 @@ import triton.language as tl
 from edgemoe.gpu_offload.kernels.copying import (
     DEMAND,
     DEMAND_TAIL,
-    FENCE,
     FINISHED,
     IN_TIME,
     LATE,
@@ -24,7 +23,7 @@ from edgemoe.gpu_offload.kernels.copying import (
     issue_prefetch,
     look,
 )
-from edgemoe.gpu_offload.kernels.ordering import await_end_of_previous, await_previous, let_next_begin
+from edgemoe.gpu_offload.kernels.ordering import await_previous
 from edgemoe.gpu_offload.kernels.policy import comparable, experts_of, part2
 from edgemoe.gpu_offload.kernels.steps import (
     MASKED_SCORE,
@@ -49,7 +48,7 @@ def decide(  # type: ignore[no-untyped-def]
     W: tl.constexpr, ROUNDS: tl.constexpr, C: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """Part 2 of `layer` (if SELECTS), then the freeze (FREEZES) and part 1 (PREFETCHES) of layer `following`. Nothing,
-    once the text has ended (`stop`). The layer's experts begin as soon as their turns are there, not at its end.
+    once the text has ended (`stop`). The layer's experts begin with it, and work as soon as their turns are there.
 
     State: ints [L, 8, EP], reals [L, 3, EP], words [L, 4], scales [L, 2] (see `layout`). scores [E] of `layer`, given
     [E] its gates where WEIGHTS says so, pregate [E] the scores that predict `following`. Out, in the rows of the layers
@@ -71,7 +70,7 @@ def decide(  # type: ignore[no-untyped-def]
             next_slot, next_recency, next_uses, next_rank, next_tally, next_clock, next_scale, next_ranges = (
                 recalled_ahead(ints, reals, words, scales, following, index, EP)
             )
-        await_end_of_previous(EARLY)
+        await_previous(EARLY)
         if SELECTS:
             z = tl.load(scores + index, mask=index < E, other=MASKED_SCORE)
             slot, chosen, place, own, own_place, n, ranges = part2(
@@ -85,11 +84,6 @@ def decide(  # type: ignore[no-untyped-def]
                 claims, done, after, experts, current, asked, tickets, turns, demand_queue, queue,
                 C, WIDTH, CHUNKS,
             )  # fmt: skip
-            if EARLY:
-                # For its fence alone: turns, records, and the bytes that `look` saw arrive come before the experts.
-                tl.debug_barrier()
-                tl.atomic_xchg(queue + FENCE, 0, sem="acq_rel")
-        let_next_begin(EARLY)  # the layer's experts: they need no more than their turns
         if SELECTS:
             at = layer * WIDTH
             list_decisions(

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from edgemoe.gpu_offload.kernels import copying
-from edgemoe.gpu_offload.kernels.copying import await_copy, issue_demand, look, open_records, serve
+from edgemoe.gpu_offload.kernels.copying import await_copy, issue_demand, look, open_records, serve, take_turn, turn_of
 
 E, C, WORDS, CHUNK = 6, 2, 40, 16
 CHUNKS = -(-WORDS // CHUNK)
@@ -56,6 +56,14 @@ def demand(  # type: ignore[no-untyped-def]
     tl.store(out + 4, unused)
 
 
+@triton.jit
+def take(turn, ticket, place, dealt, number, queue, out):  # type: ignore[no-untyped-def]
+    tl.store(turn, turn_of(ticket, place, dealt))
+    ticket, place = take_turn(turn, number, queue)
+    tl.store(out, ticket)
+    tl.store(out + 1, place)
+
+
 class Copies:
     """One layer's slots, and what the kernels keep beside them: every slot is whole."""
 
@@ -94,7 +102,7 @@ class Copies:
         return [at for at in range(CHUNKS) if all(same[at * CHUNK : (at + 1) * CHUNK])]
 
     def error(self) -> int:
-        return int(self.queue[4])
+        return int(self.queue[copying.ERROR.value])
 
 
 def cancelled(moved: int) -> dict[str, object]:
@@ -151,6 +159,13 @@ def turns() -> dict[str, object]:
     }
 
 
+def taken(dealt: int) -> list[int]:
+    """What a block that waits for token 7's turn finds where this token's is: ticket, place, error."""
+    turn, queue, out = torch.zeros(1, dtype=torch.int64), *(torch.zeros(8, dtype=torch.int32) for _ in range(2))
+    take[(1,)](turn, -5, 3, dealt, 7, queue, out)
+    return [*out.tolist()[:2], int(queue[copying.ERROR.value])]
+
+
 def main() -> None:
     found: dict[str, object] = {f"cancelled/{moved}": cancelled(moved) for moved in range(CHUNKS + 1)}
 
@@ -188,6 +203,7 @@ def main() -> None:
     copies.ask(DEMANDED, 0)
     copies.serve(100)
     found["gave_up_on_the_old"] = copies.error()
+    found["taken"], found["gave_up_on_a_turn"] = taken(7), taken(6)
     found["turns"] = turns()
     sys.stdout.write(json.dumps(found))
 

@@ -48,15 +48,17 @@ def test_nothing_is_moved_once_the_text_has_ended(found: dict[str, Any]) -> None
 
 
 def test_a_spin_is_bounded_and_says_so(found: dict[str, Any]) -> None:
-    """A chunk that is claimed and never arrives: an expert's, and one of a cancelled copy."""
+    """A chunk that is claimed and never arrives: an expert's, and one of a cancelled copy. A turn that is not dealt."""
     assert found["gave_up"] == 2 and found["gave_up_on_the_old"] == 1
+    assert found["taken"] == [-5, 3, 0] and found["gave_up_on_a_turn"][::2] == [-(1 << 30), 8]
 
 
 def test_what_is_there_is_worked_on_first(found: dict[str, Any]) -> None:
-    """Then what is on its way, then what nobody has begun, as the demand queue has them; each in the router's order."""
+    """Then what is on its way, then what nobody has begun, as the demand queue has them; each in the router's order.
+    What this token brought has a record to look at, though it is there."""
     case, nobody = found["turns"], -(1 << 30)
     new, begun, promoted = 2 * 2, 2 * 4 + 1, 2 * 0  # records; the new one is the other of its slot
-    there, arrived = -1 - 1, -1 - 3
+    there, arrived = -1 - 1, 2 * 3  # the one there was in its slot before the token
     assert case["tickets"] == [new, promoted, begun, there, arrived, nobody]
     order = [(3, there), (4, arrived), (2, begun), (0, new), (1, promoted), (5, nobody)]
     assert case["turns"] == [[7, place, ticket] for place, ticket in order]
