@@ -17,7 +17,7 @@ from edgemoe.gpu_offload.arithmetic import rotations
 from edgemoe.gpu_offload.kernels import attention, copying, deciding, dense, experts
 from edgemoe.gpu_offload.kernels.device_policy import DevicePolicy
 from edgemoe.gpu_offload.kernels.sampling import POSITION, STATE, TOKEN
-from edgemoe.gpu_offload.records import TILE_WORDS, Records
+from edgemoe.gpu_offload.records import TILE_WORDS, WORDS_AT_ONCE, Records
 from edgemoe.gpu_offload.weights import Weights
 
 
@@ -169,7 +169,7 @@ class TokenProgram:
         experts.gate_and_up[_blocks(f, t.gate_and_up.rows)[0], width](
             self.x, w.layers[layer].ffn_norm, slots, r.turns, self._hidden, self._stop, shape.norm_eps,
             *self._memory(), r.experts, r.claims, r.after, r.done, r.queue, layer,
-            WIDTH=width, D=d, F=f, **self._copying(), **self._options(t.gate_and_up),
+            WIDTH=width, D=d, F=f, **self._copying(t.gate_and_up.warps), **self._options(t.gate_and_up),
         )  # fmt: skip
         experts.down[_blocks(d, t.down.rows)](
             self.x, slots, r.tickets, self.policy.decisions.weights, self._hidden, self._stop, layer,
@@ -180,14 +180,14 @@ class TokenProgram:
         """Arena and slots as words of four bytes."""
         return self.records.slots.arena.bytes.view(torch.int32), self.records.slots.bytes.view(torch.int32)
 
-    def _copying(self) -> dict[str, Any]:
+    def _copying(self, warps: int) -> dict[str, Any]:
         r = self.records
         return {
             "E": self.weights.shape.n_experts,
             "C": r.slots.capacity,
             "WORDS": r.words,
             "CHUNK": r.chunk,
-            "TILE": TILE_WORDS,
+            "TILE": min(TILE_WORDS, WORDS_AT_ONCE * 32 * warps),
             "CHUNKS": r.chunks,
         }
 
@@ -195,7 +195,8 @@ class TokenProgram:
         r, (arena, slots) = self.records, self._memory()
         copying.serve[(blocks,)](
             arena, slots, r.experts, r.claims, r.after, r.done, r.demand_queue, r.prefetch_queue, r.queue, self._stop,
-            DELAY=self.tuning.delay, DRAIN=drain, num_warps=self.tuning.copy_warps, **self._copying(),
+            DELAY=self.tuning.delay, DRAIN=drain,
+            num_warps=self.tuning.copy_warps, **self._copying(self.tuning.copy_warps),
         )  # fmt: skip
 
     def _fork(self) -> "torch.cuda.Event | None":

@@ -12,7 +12,8 @@ from edgemoe.gpu_offload.kernels.copy_state import CopyState
 from edgemoe.gpu_offload.slots import NOTHING, Slots
 
 CHUNK_BYTES = 1 << 16
-TILE_WORDS = 4096
+TILE_WORDS = 4096  # that a block moves at once at most
+WORDS_AT_ONCE = 16  # that a thread has under way: more registers of them keep other experts' blocks from starting
 _WORD = 4  # bytes
 _ERROR, _NUMBER = copying.ERROR.value, copying.NUMBER.value  # words of the queue; numbers go on when records start anew
 _TALLY = ("loads", "misses", "demand", "prefetch", "in_time", "late", "unused")
