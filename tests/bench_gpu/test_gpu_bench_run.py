@@ -15,6 +15,7 @@ from gpu_subjects import tiny_subject
 
 from edgemoe.bench.gpu import measure, run
 from edgemoe.bench.gpu.determinism import determinism, verdict
+from edgemoe.bench.gpu.limits import Rates
 from edgemoe.bench.gpu.pictures import draw
 from edgemoe.bench.gpu.report import as_json, bars
 from edgemoe.bench.gpu.run import Settings, bench_gpu
@@ -64,6 +65,16 @@ def test_every_row_decides_and_copies_what_the_host_does() -> None:
     found = as_json(report)
     assert json.loads(json.dumps(found, allow_nan=False))["rows"][0]["name"] == "resident"
     assert [bar.holds for bar in bars(report)] == [True]
+
+
+def test_a_limit_is_the_faster_of_what_was_measured_before_and_behind_the_rounds(monkeypatch) -> None:
+    given = iter([Rates(1e9, 4e9, 2e9), Rates(3e9, 2e9, 5e9)])
+    monkeypatch.setattr(run, "measure_rates", lambda weights, device: next(given))
+    told = []
+    report = bench_gpu(settings(rounds=1, generate=0), saved=lambda found: told.append(found.rates.link))
+    assert report.rates == Rates(3e9, 4e9, 5e9) and told[0] == 1e9 and told[-1] == 3e9
+    exact = next(row for row in report.rows if row.name == "exact-lru")
+    assert exact.link_s == pytest.approx(exact.copied_bytes / 3e9)
 
 
 def test_routing_on_the_physical_cache_is_held_to_no_decision() -> None:

@@ -161,14 +161,13 @@ def _measure(
     saved: Callable[[Report], None],
 ) -> None:
     arms = arms_of(settings, subject)
-    report.rates = rates = measure_rates(subject.weights, subject.device)
-    _far(subject, report)
+    _limits(subject, report)
     with watch("preparing the rows", len(arms), "rows") as advance:
         timed = prepare(subject, pool, arms, advance)
 
     def note(done: int) -> None:
         report.ended = Ended(done)
-        _fill(report, subject, timed, rates, quality)
+        _fill(report, subject, timed, quality)
         saved(report)
 
     total = settings.rounds * len(arms) * sum(len(window) for window in subject.windows)
@@ -180,7 +179,7 @@ def _measure(
     report.ended, report.interrupted = ended, ended.why == "interrupted"
     if not report.interrupted:
         try:
-            _further(settings, subject, pool, timed, report, until, watch, saved)
+            _further(settings, subject, pool, timed, quality, report, until, watch, saved)
         except KeyboardInterrupt:
             report.interrupted = True
 
@@ -190,6 +189,7 @@ def _further(
     subject: Subject,
     pool: Pool,
     timed: Sequence[Timed],
+    quality: Quality,
     report: Report,
     until: float | None,
     watch: Watch,
@@ -206,6 +206,9 @@ def _further(
             report.generated = generate(subject, pool, going, settings.generate, advance, until)
         saved(report)
     pool.close()  # the rest makes executors of its own
+    _limits(subject, report)
+    _fill(report, subject, timed, quality)
+    saved(report)
     assert report.rates is not None
     length = settings.prompt if settings.prompt is not None else LONGEST if subject.device == "cuda" else 64
     if length and there_is_time():
@@ -221,15 +224,19 @@ def _further(
         saved(report)
 
 
-def _far(subject: Subject, report: Report) -> None:
+def _limits(subject: Subject, report: Report) -> None:
+    """What the machine gives: before the rounds, so that any that end have limits, and once more behind them, since a
+    GPU that was idle for long is slower at first."""
+    rates = measure_rates(subject.weights, subject.device)
+    report.rates = rates if report.rates is None else rates.or_faster(report.rates)
     if subject.device != "cuda":
         return
-    assert report.rates is not None
     try:
         report.far = measure_far(subject, report.rates, 128)
     except (UserError, torch.cuda.OutOfMemoryError) as error:
         why = str(error).splitlines()[0]
-        report.notes += (f"everything resident at a context of 1024 was not measured: {why}",)
+        note = f"everything resident at a context of 1024 was not measured: {why}"
+        report.notes += () if note in report.notes else (note,)
     torch.cuda.empty_cache()
 
 
@@ -244,8 +251,9 @@ def arms_of(settings: Settings, subject: Subject) -> list[Arm]:
     return arms
 
 
-def _fill(report: Report, subject: Subject, timed: Sequence[Timed], rates: Rates, quality: Quality) -> None:
-    report.rows = rows = rows_of(subject, timed, rates, quality.kl)
+def _fill(report: Report, subject: Subject, timed: Sequence[Timed], quality: Quality) -> None:
+    assert report.rates is not None
+    report.rows = rows = rows_of(subject, timed, report.rates, quality.kl)
     report.beside = beside(rows) + executors_beside(rows)
     report.equal_kl = at_equal_kl(rows, quality)
 
