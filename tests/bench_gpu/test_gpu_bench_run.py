@@ -2,7 +2,7 @@
 
 import json
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from gpu_subjects import tiny_subject
 
 from edgemoe.bench.gpu import measure, run
+from edgemoe.bench.gpu.against import Split
 from edgemoe.bench.gpu.determinism import determinism, verdict
 from edgemoe.bench.gpu.limits import Rates
 from edgemoe.bench.gpu.pictures import draw
@@ -209,6 +210,20 @@ def test_a_prompt_brings_what_is_not_resident_once() -> None:
     assert [(bar.value, bar.holds) for bar in bars(on_gpu) if bar.what.startswith("prompt")] == [
         (1.5, False), (1.125, True),
     ]  # fmt: skip
+
+
+def test_rows_are_held_against_the_best_of_llamacpp_s_splits() -> None:
+    report = bench_gpu(settings(policies={"psr-gated": preset("psr-gated", window=4)}, rounds=1, generate=0))
+    resident, gated = (replace(row, executor="device", mean=0.002) for row in report.rows)
+    gated = replace(gated, policy=asdict(preset("psr-gated")))
+    splits = [Split("100%", 0, 1, 0.003, 6, best=True), Split("100%", 0, 2, 0.009, 6)]
+    splits += [Split("50%", 2, 1, 0.006, 6, best=True)]
+    on_gpu = replace(report, device="cuda", rows=[resident, gated], against=splits)
+    held = {bar.what: (bar.value, bar.holds) for bar in bars(on_gpu) if "llama.cpp" in bar.what}
+    assert held == {
+        "everything resident: times llama.cpp": (pytest.approx(1.5), True),
+        "psr-gated at 50%: times llama.cpp at equal expert memory": (pytest.approx(3), False),
+    }
 
 
 def test_prompts_are_one_chunk() -> None:

@@ -108,18 +108,21 @@ def _frontier(rows: Sequence[Row], shares: Sequence[str], title: str) -> Any:
     if not shares:
         return None
     figure, axes = _figure(len(shares), title, 4.0)
+    families: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.share in shares and row.kl is not None:
+            families.setdefault(label(family_of(row.policy), row.executor), []).append(row)
     for axis, share in zip(axes, shares, strict=True):
-        families: dict[str, list[Row]] = {}
-        for row in rows:
-            if row.share == share and row.kl is not None:
-                families.setdefault(label(family_of(row.policy), row.executor), []).append(row)
-        for (name, found), marker in zip(families.items(), "osDX^v<>Ph*" * len(families), strict=False):
-            ordered = sorted(found, key=lambda row: row.kl or 0.0)
-            axis.plot(
-                [row.kl for row in ordered], [1e3 * (row.mean or 0.0) for row in ordered],
-                marker=marker, ms=5, lw=1, label=name,
-            )  # fmt: skip
-        if all(row.kl for found in families.values() for row in found):  # exact routing's 0 has no place on them
+        # A family has one colour and one marker at all residencies.
+        for at, (name, found) in enumerate(families.items()):
+            ordered = sorted((row for row in found if row.share == share), key=lambda row: row.kl or 0.0)
+            if ordered:
+                axis.plot(
+                    [row.kl for row in ordered], [1e3 * (row.mean or 0.0) for row in ordered],
+                    color=f"C{at}", marker="osDX^v<>Ph*"[at % 11], ms=5, lw=1, label=name,
+                )  # fmt: skip
+        # exact routing's 0 has no place on log scales
+        if all(row.kl for found in families.values() for row in found if row.share == share):
             _log_scale(axis.set_xscale, axis.xaxis)
             _log_scale(axis.set_yscale, axis.yaxis)
         axis.set_xlabel("KL(exact ‖ steered), nats")

@@ -54,11 +54,16 @@ def _prompts(report: Report) -> list[Bar]:
 def _against(report: Report) -> list[Bar]:
     found = []
     for split, row in against_best(report):
-        if row.mean is None or row.executor != "device" or not _is_bar(row):
+        if row.mean is None or row.executor != "device":
             continue
-        bar = AGAINST[row.share] if is_preset(row, "psr-gated") else None
+        if row.slots == report.n_experts:
+            bar, what = 1.0, "everything resident: times llama.cpp"
+        elif _is_bar(row):
+            bar = AGAINST[row.share] if is_preset(row, "psr-gated") else None
+            what = f"{row.name} at {row.share}: times llama.cpp at equal expert memory"
+        else:
+            continue
         times = split.token_s / row.mean
-        what = f"{row.name} at {row.share}: times llama.cpp at equal expert memory"
         found.append(Bar(what, times, f"≥ {bar:g}" if bar else "shown", times >= bar if bar else None))
     return found
 
