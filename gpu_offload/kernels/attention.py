@@ -107,7 +107,7 @@ def attend(  # type: ignore[no-untyped-def]
         tl.store(out + 2 + at, mixed)
         tl.debug_barrier()  # all threads' stores come before the count
         if tl.atomic_add(ended + head, 1, sem="acq_rel") == SPLITS:
-            each = tl.arange(0, 2 * SPLITS)
+            each = tl.arange(0, triton.next_power_of_2(SPLITS + 1))
             there = each <= SPLITS
             parts = partial + (head * (SPLITS + 1) + each) * (D + 2)
             bests = tl.load(parts, mask=there, other=-float("inf"), volatile=True)

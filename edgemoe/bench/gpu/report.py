@@ -56,6 +56,7 @@ def _against(report: Report) -> list[Bar]:
     for split, row in against_best(report):
         if row.mean is None or row.executor != "device":
             continue
+        bar: float | None
         if row.slots == report.n_experts:
             bar, what = 1.0, "everything resident: times llama.cpp"
         elif _is_bar(row):
