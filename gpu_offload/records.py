@@ -63,7 +63,7 @@ class Records(CopyState):
         """Raise `UserError` if a spin on the device gave up: what followed is not to be trusted."""
         code = int(self.queue[_ERROR])
         if code & copying.TURN.value:
-            raise UserError("the GPU began a layer's experts before they were chosen: give --executor host, report it")
+            raise UserError("a layer's experts waited in vain for the GPU's decision: give --executor host, report it")
         if code:
             raise UserError(
                 f"a copy on the GPU did not arrive within its bound (code {code}): another program may hold the link; "

@@ -17,7 +17,7 @@ waits for it (`await_copy`). That is what makes waiting safe:
 - Bytes are seen by who may read them: all threads store, the block meets (barrier), one thread adds to `done` with
   release; the reader's thread reads it with acquire, its block meets, and loads follow that go past the L1 cache and
   never the read-only path. Only what arrived before the token began needs no such look: the kernel that moved it has
-  ended. Records that a decision opens are there before the turns that send others to them.
+  ended. Records are seen likewise: a turn that sends others to one is dealt with release, and taken with acquire.
 - Counters cannot wrap: they start anew with every copy, and grow by at most one per block and look.
 
 A prefetch that nobody began before the token ended stays where it is: the next token that executes the expert finds its
@@ -123,6 +123,7 @@ def take_turn(turn, number, queue):  # type: ignore[no-untyped-def]
     in one word, so that one load needs no order with any other. If it never does, no ticket, and an error."""
     word = tl.load(turn, volatile=True)
     looks = 0
+    # A plain load, though threads could see it at different times: once it is there, all see the same.
     while ((word >> 40) != number) & (looks < PATIENCE):
         word = tl.load(turn, volatile=True)
         looks += 1
@@ -130,6 +131,8 @@ def take_turn(turn, number, queue):  # type: ignore[no-untyped-def]
     if (word >> 40) != number:
         tl.atomic_or(queue + ERROR, TURN)
         ticket = NO_TICKET
+    if ticket >= 0:
+        tl.atomic_or(turn, 0, sem="acquire")  # what it was dealt with: its record
     return ticket, ((word >> 32) & 0xFF).to(tl.int32)
 
 
@@ -171,10 +174,11 @@ def issue_demand(  # type: ignore[no-untyped-def]
     tl.store(asked + layer * C + before, 0, mask=marked == 1)
     ticket = tl.where(predicted, record, -1 - at)
     turn = place
+    any_waits = tl.sum(waits.to(tl.int32), 0) > 0
     demand = 0
     promoted = 0
     late = 0
-    if tl.sum(waits.to(tl.int32), 0) > 0:
+    if any_waits:
         # Of those who were there already, some may have arrived by now, or be on their way.
         arrived = tl.load(done + record, mask=waits & (before >= 0), other=0, volatile=True)
         begun = tl.load(claims + record, mask=waits & (before >= 0), other=0, volatile=True)
@@ -200,7 +204,11 @@ def issue_demand(  # type: ignore[no-untyped-def]
         tl.debug_barrier()  # other lanes wrote records and queue
         tl.atomic_xchg(queue + DEMAND_TAIL, tail + n_wanted, sem="release")
     tl.store(tickets + layer * WIDTH + place, ticket, mask=executed)
-    tl.store(turns + layer * WIDTH + turn, turn_of(ticket, place, number), mask=executed)
+    dealt = turns + layer * WIDTH + turn
+    if any_waits:
+        tl.atomic_xchg(dealt, turn_of(ticket, place, number), mask=executed, sem="release")
+    else:
+        tl.store(dealt, turn_of(ticket, place, number), mask=executed)
     lane = tl.arange(0, LANES)
     nobody = (lane >= m) & (lane < WIDTH)
     tl.store(tickets + layer * WIDTH + lane, NO_TICKET, mask=nobody)

@@ -84,7 +84,6 @@ def decide(  # type: ignore[no-untyped-def]
                 claims, done, after, experts, current, asked, tickets, turns, demand_queue, queue,
                 C, WIDTH, CHUNKS,
             )  # fmt: skip
-        if SELECTS:
             at = layer * WIDTH
             list_decisions(
                 z, given, chosen, place, own, own_place, slot, factor, index,

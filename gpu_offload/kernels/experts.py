@@ -1,6 +1,7 @@
 """The experts of one token, executed from their slots: a block waits only for the expert that it works on.
 
-What a layer executes comes as tickets (`copying.issue_demand`): whose bytes are there needs no look at any record.
+What a layer executes comes as tickets (`copying.issue_demand`): what was there before the token needs no look at any
+record.
 Slots are written beside these kernels, so they are read past the L1 cache.
 """
 
@@ -50,7 +51,7 @@ def gate_and_up(  # type: ignore[no-untyped-def]
             u = tl.load(line + F * D, mask=both, other=0.0, cache_modifier=".cg").to(tl.float32)
             part = first
             if start > 0:
-                part = tl.load(x + start + at, mask=there, other=0.0)
+                part = tl.load(x + start + at, mask=there, other=0.0, cache_modifier=".cg")
             h = (part * tl.load(norm + start + at, mask=there, other=0.0))[None, :]
             gates += g * h
             ups += u * h
