@@ -161,7 +161,8 @@ def _measure(
     saved: Callable[[Report], None],
 ) -> None:
     arms = arms_of(settings, subject)
-    _limits(subject, report)
+    report.rates = measure_rates(subject.weights, subject.device)
+    _far(subject, report)
     with watch("preparing the rows", len(arms), "rows") as advance:
         timed = prepare(subject, pool, arms, advance)
 
@@ -206,10 +207,13 @@ def _further(
             report.generated = generate(subject, pool, going, settings.generate, advance, until)
         saved(report)
     pool.close()  # the rest makes executors of its own
-    _limits(subject, report)
+    assert report.rates is not None
+    # Once more, a second's work whatever the time: a GPU that was idle for long is slower at first.
+    report.rates = report.rates.or_faster(measure_rates(subject.weights, subject.device))
+    if there_is_time():
+        _far(subject, report)
     _fill(report, subject, timed, quality)
     saved(report)
-    assert report.rates is not None
     length = settings.prompt if settings.prompt is not None else LONGEST if subject.device == "cuda" else 64
     if length and there_is_time():
         arms = arms_prompted(going, subject)
@@ -224,19 +228,16 @@ def _further(
         saved(report)
 
 
-def _limits(subject: Subject, report: Report) -> None:
-    """What the machine gives: before the rounds, so that any that end have limits, and once more behind them, since a
-    GPU that was idle for long is slower at first."""
-    rates = measure_rates(subject.weights, subject.device)
-    report.rates = rates if report.rates is None else rates.or_faster(report.rates)
+def _far(subject: Subject, report: Report) -> None:
     if subject.device != "cuda":
         return
+    assert report.rates is not None
     try:
         report.far = measure_far(subject, report.rates, 128)
     except (UserError, torch.cuda.OutOfMemoryError) as error:
-        why = str(error).splitlines()[0]
-        note = f"everything resident at a context of 1024 was not measured: {why}"
-        report.notes += () if note in report.notes else (note,)
+        if report.far is None:
+            why = str(error).splitlines()[0]
+            report.notes += (f"everything resident at a context of 1024 was not measured: {why}",)
     torch.cuda.empty_cache()
 
 
