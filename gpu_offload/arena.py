@@ -51,10 +51,10 @@ def _lock_limit() -> str:
 
 
 def _pages(size: int) -> torch.Tensor:
-    """`size` bytes of memory, huge pages of it where the system has them: they are filled and locked in half the time.
+    """`size` bytes of memory, huge pages of it where the system has them: they are page-locked in half the time.
 
-    They begin with a page. A kernel reads host memory in lines of 128 bytes, and torch's allocator gives memory that
-    begins within one: on an H200's link 48.8 GB/s instead of 50.6. Raises `OSError` where the system refuses.
+    They begin with a page: kernels read host memory in lines of 128 bytes, and what torch's allocator gives begins
+    within one, which costs 4% of the link (docs/benchmarks-gpu.md). Raises `OSError` where the system refuses.
     """
     if sys.platform == "win32":
         return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
