@@ -87,3 +87,13 @@ def test_the_page_is_what_the_script_writes(script) -> None:
     run = json.loads(RUN.read_text(encoding="utf-8"))
     frontier = json.loads(FRONTIER.read_text(encoding="utf-8")) if FRONTIER.exists() else None
     assert script.page(text, run, frontier) == text
+
+
+def test_the_readme_says_what_was_measured() -> None:
+    run = json.loads(RUN.read_text(encoding="utf-8"))
+    said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    row = {(one["label"], one["share"]): f"{1e3 * one['mean']:.1f}" for one in run["rows"]}
+    [theirs] = [1e3 * one["token_s"] for one in run["llama.cpp"] if one["share"] == "50%" and one["best"]]
+    assert "H200" in run["card"] and "Measured on an H200" in said
+    assert f"{row['exact-lru', '50%']} ms per token with exact routing and {row['psr-gated', '50%']} ms with" in said
+    assert f"llama.cpp takes {theirs:.1f} ms" in said
