@@ -211,14 +211,15 @@ def probed(writer: Writer) -> float | None:
 
 def predicted(writer: Writer) -> dict[str, Any]:
     """The hit rate that simulation predicted for this policy and capacity, or why there is none."""
-    engine, known = _streaming(writer), writer.calibration
+    streaming, known = _streaming(writer), writer.calibration
+    engine = streaming or _offloading(writer)
     if engine is None:
         return {}
     if known is None:
         return {"unpredicted": "no calibration"}
     if known.hits is None:
         return {"unpredicted": "the calibration is of an earlier version: make it again"}
-    if any(engine.pins):
+    if streaming and any(streaming.pins):
         return {"unpredicted": "the calibration's caches pin no experts, this plan does"}
     rate = known.hits.at(engine.policy.hash, engine.capacity)
     if rate is None:

@@ -118,9 +118,12 @@ def test_between_sizes_is_on_the_line_and_beyond_them_is_nothing() -> None:
             HitRates({"a": "x"}, np.array(capacities), np.array(rates), 1)
 
 
+@pytest.mark.parametrize("tier", [[], ["--device", "cpu"]], ids=["disk", "device"])
 def test_a_run_shows_what_was_predicted_or_why_nothing_was(
-    known: Calibration, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tier: list[str], known: Calibration, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if tier:
+        pytest.importorskip("torch", reason="the GPU tier needs torch (pip install edgemoe[gpu])")
     before = signal.getsignal(signal.SIGTERM)
     known.save(tmp_path / "c.calib")
     replace(known, hits=None, version=1).save(tmp_path / "old.calib")
@@ -132,7 +135,7 @@ def test_a_run_shows_what_was_predicted_or_why_nothing_was(
         ["--policy", "psr"],
         ["--calibration", str(tmp_path / "old.calib")],
     ):
-        run = ["run", str(DEMO), "--threads", "1", "-p", "In the", "-n", "4", "--residency", "16", *more]
+        run = ["run", str(DEMO), "--threads", "1", "-p", "In the", "-n", "4", "--residency", "16", *tier, *more]
         assert commands.run([*run, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         said.append((found["predicted_hit_rate"], found["unpredicted"]))
@@ -143,6 +146,6 @@ def test_a_run_shows_what_was_predicted_or_why_nothing_was(
         ["no", "calibration"],
         ["the", "calibration", "is"],
     ]
-    assert commands.run([*run[:-2], *calibrated]) == 0
+    assert commands.run([*run[: -len(more)], *calibrated]) == 0
     assert f"(predicted {said[0][0]:.1%} on the calibration's text)" in capsys.readouterr().err
     signal.signal(signal.SIGTERM, before)
