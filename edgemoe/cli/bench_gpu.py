@@ -32,8 +32,11 @@ class Subject:
         ),
     ] = None
     geometry: Annotated[
-        str, typer.Option("--geometry", metavar="NAME", help="olmoe-1b-7b, or olmoe-narrow for a CPU.")
-    ] = "olmoe-1b-7b"
+        str | None,
+        typer.Option(
+            "--geometry", metavar="NAME", help="olmoe-1b-7b, or olmoe-narrow for a CPU. Default: olmoe-1b-7b."
+        ),
+    ] = None
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -132,9 +135,13 @@ def gpu(
         ),
     ] = None,
     dir: Annotated[
-        Path,
-        typer.Option("--dir", metavar="DIR", help="With --against: where llama.cpp's model is written for a while."),
-    ] = Path(),
+        Path | None,
+        typer.Option(
+            "--dir",
+            metavar="DIR",
+            help="With --against: where llama.cpp's model is written for a while. Default: this folder.",
+        ),
+    ] = None,
     pictures: Annotated[
         Path | None,
         typer.Option("--pictures", metavar="DIR", help="Draw latency, its frontier and the copies into this folder."),
@@ -165,10 +172,12 @@ def gpu(
             raise UserError(f"--against {against}: expected llama.cpp")
         writable_folder("--dir", dir)
         check_llamacpp()
+    elif dir is not None:
+        raise UserError("--dir is where --against llama.cpp writes its model: give both, or neither")
     interrupt_on_sigterm()
     report = bench_gpu(settings, lambda what, total, unit: progress(what, total, unit, quiet=as_json))
     if against is not None and not report.interrupted:
-        _compare(settings, report, dir, as_json)
+        _compare(settings, report, dir or Path(), as_json)
     _show(report, pictures, as_json)
     if report.interrupted:
         print("edgemoe: interrupted: what was measured until then is above", file=sys.stderr)  # noqa: T201
@@ -177,22 +186,24 @@ def gpu(
 
 def _settings(subject: Subject, rows: Rows, quality: list[Path] | None) -> Settings:
     from edgemoe.bench.gpu.choices import DEFAULT, parse_lambdas, parse_policies
-    from edgemoe.bench.gpu.run import Settings
+    from edgemoe.bench.gpu.run import DEFAULT_GEOMETRY, Settings
     from edgemoe.errors import UserError
 
     if subject.model is None and (subject.file or subject.calibration):
         raise UserError("--file and --calibration belong to a real model: give --model with them")
     if subject.model is not None and subject.trace is not None:
         raise UserError("--trace is for random weights: a real model routes by itself, leave one out")
+    if subject.model is not None and subject.geometry is not None:
+        raise UserError("--geometry is of random weights: a real model has its own, leave one out")
     return Settings(
         model=subject.model,
-        geometry=subject.geometry,
+        geometry=subject.geometry or DEFAULT_GEOMETRY,
         trace=subject.trace,
         texts=tuple(subject.file or ()),
         calibration=subject.calibration,
         device=subject.device,
         dtype=subject.dtype,
-        policies=parse_policies(rows.policies or DEFAULT, parse_lambdas(rows.lam)),
+        policies=parse_policies(DEFAULT if rows.policies is None else rows.policies, parse_lambdas(rows.lam)),
         residencies=_list(rows.residency),
         executors=_list(rows.executors or ""),
         rounds=rows.rounds,

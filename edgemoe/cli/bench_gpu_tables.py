@@ -33,8 +33,9 @@ def _head(report: Report) -> str:
     from edgemoe.units import format_bytes
 
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    windows = f"{len(report.domains)} windows of up to {report.window_tokens} tokens ({', '.join(report.domains)})"
-    lines = [f"{report.subject} on {report.card}; {versions}", f"{windows}, {report.ended.rounds} rounds"]
+    count, done = len(report.domains), report.ended.rounds
+    windows = f"{count} window{'s' * (count > 1)} of up to {report.window_tokens} tokens ({', '.join(report.domains)})"
+    lines = [f"{report.subject} on {report.card}; {versions}", f"{windows}, {done} round{'s' * (done != 1)}"]
     if (rates := report.rates) is not None:
         link = f"{format_bytes(rates.link)}/s in large copies, {format_bytes(rates.link_expert)}/s in copies of "
         lines.append(f"link {link}{format_bytes(report.expert_bytes)}; memory {format_bytes(rates.memory)}/s")
@@ -148,7 +149,7 @@ def _prompts(report: Report) -> Table:
     from edgemoe.units import format_bytes
 
     made = table(
-        *("a prompt", "slots", "tokens", "first token, ms", "not resident", "copied", "link", "computing", "× limit")
+        *("a prompt", "slots", "tokens", "first token, ms", "not resident", "copied", "link", "compute", "× limit")
     )
     for one in report.prompts:
         made.add_row(
@@ -209,7 +210,10 @@ def _bars(report: Report) -> Table:
 def _notes(report: Report) -> list[str]:
     notes = list(report.notes)
     if report.device == "cpu":
-        notes.append("these are the CPU's figures, where device and host are the same RAM: they say nothing of a GPU")
+        notes.append(
+            "these are the CPU's figures, where device and host are the same RAM, and a busy machine's rows may outrun "
+            "their limits: they say nothing of a GPU"
+        )
     notes += [f"{row.name}, {row.slots} slots, {row.executor}: {row.problem}" for row in report.rows if row.problem]
     if report.ended.why:
         notes.append(report.ended.why)

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 from gpu_subjects import tiny_subject
 
-from edgemoe.bench.gpu import measure, run
+from edgemoe.bench.gpu import measure, run, subject
 from edgemoe.bench.gpu.against import Split
 from edgemoe.bench.gpu.determinism import determinism, verdict
 from edgemoe.bench.gpu.limits import Rates
@@ -23,6 +23,7 @@ from edgemoe.bench.gpu.run import Settings, bench_gpu
 from edgemoe.errors import UserError
 from edgemoe.policy import preset
 
+FOUND = run._subject  # what tests put a tiny model in the place of
 POLICIES = {"exact-lru": preset("exact-lru"), "psr": preset("psr", window=3)}
 
 
@@ -95,6 +96,32 @@ def test_a_row_that_cannot_run_says_why_and_leaves_the_others() -> None:
     problem = {row.name: row.problem for row in report.rows}
     assert "window of 8" in problem["psr"] and problem["exact-lru"] == problem["resident"] == ""
     assert {row.name: row.mean is None for row in report.rows} == {"resident": False, "exact-lru": False, "psr": True}
+
+
+def test_where_no_row_can_run_there_is_no_report() -> None:
+    with pytest.raises(UserError, match=r"no row can run: .*window of 8"):
+        bench_gpu(settings(policies={"psr": preset("psr")}))
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"dtype": "int4"}, "--dtype int4: expected bfloat16 or float32"),
+        ({"seconds": float("nan")}, "--seconds nan"),
+        ({"seconds": 0.0}, "--seconds 0: expected"),
+        ({"residencies": ("50%", "abc")}, "'abc' is not a residency"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_at_once(wrong, said) -> None:
+    with pytest.raises(UserError, match=said):
+        settings(**wrong)
+
+
+def test_slots_that_a_geometry_has_not_are_refused_before_any_work(monkeypatch) -> None:
+    monkeypatch.setattr(subject, "demo_recording", lambda *_: pytest.fail("the demo model was traced"))
+    monkeypatch.setattr(run, "_subject", FOUND)
+    with pytest.raises(UserError, match="residency 100 is 100 slots per layer"):
+        bench_gpu(settings(geometry="olmoe-narrow", residencies=("50%", "100")))
 
 
 def interrupting(part, after):

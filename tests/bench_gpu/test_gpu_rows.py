@@ -49,6 +49,16 @@ def test_ratios_pair_rounds_of_the_same_slots_and_executor() -> None:
     assert host.ratio.ratio == pytest.approx(3) and (host.slower, host.faster) == ("psr, host-driven", "psr")
 
 
+def test_ratios_are_of_one_lambda() -> None:
+    """Exact routing stands beside every steered row; what has a λ beside those of the same."""
+    exact = row(preset("exact-lru"), [4.0, 4.2], name="exact")
+    psr = [row(preset("psr", lam=lam), [2.0, 2.1], name=f"psr {lam:g}") for lam in (0.2, 0.3)]
+    prior = row(preset("cache-prior", lam=0.3), [3.0, 3.1], name="prior 0.3")
+    found = {(one.slower, one.faster): one.paper for one in beside([exact, *psr, prior])}
+    assert list(found) == [("exact", "psr 0.2"), ("exact", "psr 0.3"), ("prior 0.3", "psr 0.3")]
+    assert all(found.values())
+
+
 def test_a_preset_is_one_wherever_its_scale_comes_from() -> None:
     assert is_preset(row(preset("psr", scale="running"), [1.0]), "psr")
     assert not is_preset(row(preset("psr", lam=0.3), [1.0]), "psr")

@@ -30,6 +30,15 @@ def test_windows_are_taken_from_every_domain_in_turn(tmp_path: Path) -> None:
         recording_of(replace(trace, pregate=None), 3, 6)
 
 
+def test_the_tail_of_a_text_is_no_window_where_others_have_the_tokens(tmp_path: Path) -> None:
+    whole = load_trace(trace_file(tmp_path / "t.npz"))
+    trace = replace(whole, windows=np.array([0, 7, 10, 20, 30]), domains=("a", "a", "b", "b", "b"))
+    for asked, firsts, length in ((6, [0, 10, 20, 30], 6), (3, [0, 10, 7, 20, 30], 3), (99, [10, 20, 30], 10)):
+        found = recording_of(trace, 9, asked)
+        assert [tokens[0] for tokens in found.tokens] == firsts
+        assert {len(tokens) for tokens in found.tokens} == {length}
+
+
 def test_a_trace_without_bonus_scale_and_warm_set_gives_half_of_its_windows_to_estimate_them(tmp_path: Path) -> None:
     trace = replace(load_trace(trace_file(tmp_path / "t.npz")), delta=None, warm=None)
     found = recording_of(trace, 9, 6)

@@ -69,6 +69,23 @@ def test_random_weights_by_recorded_routing(bench, trace, tmp_path) -> None:
     assert found["interrupted"] is False and found["device"] == "cpu" and len(found["beside"]) == 1
 
 
+def test_fewer_windows_than_asked_for_are_said(bench, trace) -> None:
+    narrow = ("--device", "cpu", "--geometry", "olmoe-narrow", "--trace", trace, *SMALL, "--prompt", 0)
+    said = bench(*narrow, "--windows", 3, "--tokens", 16, "--rounds", 1, "--generate", 0, "--determinism", 0)
+    assert "3 windows of 16 tokens were asked for; there are 2, of 12 at most" in " ".join(said.split())
+    assert "1 round\n" in said
+
+
+def test_options_that_belong_to_others_are_refused(bench, tmp_path) -> None:
+    folder = tmp_path / "not-made"
+    assert "--against" in bench("--device", "cpu", "--dir", folder, code=2) and not folder.exists()
+    assert "--geometry" in bench("--device", "cpu", "--model", "m.gguf", "--geometry", "olmoe-narrow", code=2)
+    (tmp_path / "random.txt").write_bytes(b"a\xff\xfe")
+    real = ("--device", "cpu", "--model", demo_model(), "-f", tmp_path / "random.txt")
+    assert "random.txt: not UTF-8 text (byte 1)" in bench(*real, code=2)
+    assert "no policy preset ''" in bench("--device", "cpu", "--policies", "", code=2)
+
+
 def test_a_real_model_on_its_texts(bench) -> None:
     found = json.loads(
         bench("--device", "cpu", "--model", demo_model(), *SMALL, "--generate", 2, "--determinism", 0, "--json")

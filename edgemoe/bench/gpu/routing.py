@@ -60,7 +60,7 @@ def recording_of(trace: Trace, windows: int, tokens: int) -> Recording:
             "the demo model's routing is taken"
         )
     if trace.delta is not None and trace.warm is not None:
-        return _cut(trace, _in_turn(trace.domains, range(len(trace.domains)))[:windows], tokens)
+        return _cut(trace, _in_turn(trace, range(len(trace.domains)), tokens)[:windows], tokens)
     return _halved(trace, windows, tokens)
 
 
@@ -82,7 +82,7 @@ def _halved(trace: Trace, windows: int, tokens: int) -> Recording:
         warm=np.array([ranking(experts[early], trace.n_experts) for experts in trace.experts]),
     )
     said = "the first half of each text's windows estimates the bonus scale and the warm set, the rest is replayed"
-    return _cut(estimated, _in_turn(trace.domains, late.tolist())[:windows], tokens, (said,))
+    return _cut(estimated, _in_turn(trace, late.tolist(), tokens)[:windows], tokens, (said,))
 
 
 def _cut(trace: Trace, numbers: Sequence[int], tokens: int, notes: tuple[str, ...] = ()) -> Recording:
@@ -103,11 +103,15 @@ def _cut(trace: Trace, numbers: Sequence[int], tokens: int, notes: tuple[str, ..
     )
 
 
-def _in_turn(domains: Sequence[str], numbers: Iterable[int]) -> list[int]:
-    """These windows' numbers, the first of every domain before the second of any."""
+def _in_turn(trace: Trace, numbers: Iterable[int], tokens: int) -> list[int]:
+    """These windows' numbers, the first of every domain before the second of any. The tail of a text is none where
+    others have the tokens."""
+    domains, lengths = trace.domains, np.diff(np.append(trace.windows, trace.n_tokens))
+    numbers = list(numbers)
+    least = min(tokens, max(int(lengths[number]) for number in numbers))
     seen: dict[str, int] = {}
     order = []
-    for number in numbers:
+    for number in (number for number in numbers if lengths[number] >= least):
         seen[domains[number]] = seen.get(domains[number], -1) + 1
         order.append((seen[domains[number]], number))
     return [number for _, number in sorted(order)]

@@ -16,6 +16,7 @@ from edgemoe.bench.gpu.measure import Timed
 from edgemoe.bench.gpu.subject import Subject
 from edgemoe.bench.gpu.timeline import timeline
 from edgemoe.policy import preset
+from edgemoe.policy.config import relevant
 from edgemoe.stats import Ratio, log_ratio
 
 QUANTILES = 101
@@ -190,27 +191,35 @@ class Beside:
 PAPER = {"exact-lru": "2.2–2.3 (λ 0.3 at 50%, 0.25 at 25%)", "cache-prior": "1.33 at 50%, 1.43 at 25% (λ 0.3 and 0.25)"}
 
 
-def is_preset(row: Row, name: str) -> bool:
-    """Whether a row's policy is a preset, wherever its bonus scale comes from."""
-    return {**row.policy, "scale": ""} == {**asdict(preset(name)), "scale": ""}
+def is_preset(row: Row, name: str, *, any_lambda: bool = False) -> bool:
+    """Whether a row's policy is a preset, wherever its bonus scale comes from, and at its own λ or at any."""
+    free = {"scale": "", **({"lam": 0.0} if any_lambda else {})}
+    return {**row.policy, **free} == {**asdict(preset(name)), **free}
+
+
+def _steers(row: Row) -> bool:
+    return relevant(**{name: row.policy[name] for name in ("routing", "prefetch", "gate")})["lam"]
 
 
 def beside(rows: Sequence[Row]) -> list[Beside]:
-    """Every other row against those of psr and psr-gated with the same slots and executor.
+    """Every other row against those of psr and psr-gated with the same slots and executor, at the same λ where it has
+    one.
 
     Paired t-tests on log latency over rounds (PSR §6.1); where there are fewer than 2 rounds, nothing.
     """
     found = []
     for fast in rows:
-        if not (is_preset(fast, "psr") or is_preset(fast, "psr-gated")):
+        psr = is_preset(fast, "psr", any_lambda=True)
+        if not psr and not is_preset(fast, "psr-gated", any_lambda=True):
             continue
         for slow in rows:
             same = (slow.slots, slow.executor) == (fast.slots, fast.executor)
+            same = same and (slow.policy["lam"] == fast.policy["lam"] or not _steers(slow))
             paired = min(len(slow.rounds), len(fast.rounds)) >= 2 and len(slow.rounds) == len(fast.rounds)
             if slow is fast or not same or not paired:
                 continue
-            known = next((said for name, said in PAPER.items() if is_preset(slow, name)), "")
-            paper = known if is_preset(fast, "psr") else ""
+            known = next((said for name, said in PAPER.items() if is_preset(slow, name, any_lambda=True)), "")
+            paper = known if psr else ""
             ratio = log_ratio(slow.rounds, fast.rounds)
             found.append(Beside(slow.label, fast.label, fast.share, fast.slots, ratio, paper))
     return found

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ from edgemoe.bench.gpu.clocks import CPU, DEVICE, EXECUTORS, Arm
 from edgemoe.bench.gpu.determinism import Run, determinism
 from edgemoe.bench.gpu.frontier import AtEqualKl, Quality, at_equal_kl, read_quality
 from edgemoe.bench.gpu.generation import Generated, generate
-from edgemoe.bench.gpu.limits import Far, Rates, measure_far, measure_rates, resident_arm
+from edgemoe.bench.gpu.limits import RESIDENT, Far, Rates, measure_far, measure_rates, resident_arm
 from edgemoe.bench.gpu.measure import Ended, Timed, prepare, rounds
 from edgemoe.bench.gpu.pool import Pool
 from edgemoe.bench.gpu.prompts import LONGEST, Prompted, arms_prompted, prompted
 from edgemoe.bench.gpu.rows import Beside, Row, beside, executors_beside, rows_of
 from edgemoe.bench.gpu.subject import Subject, check_device, model_subject, replayed_subject
 from edgemoe.errors import UserError
+from edgemoe.gpu_offload.shape import Shape
+from edgemoe.gpu_offload.weights import DTYPES
 from edgemoe.policy import Policy
 from edgemoe.progress import Advance, no_progress
 from edgemoe.units import Residency
@@ -77,8 +80,19 @@ class Settings:
         unknown = [name for name in self.executors if name not in EXECUTORS]
         if unknown:
             raise UserError(f"--executors {unknown[0]}: expected {', '.join(EXECUTORS)}")
+        if self.dtype not in DTYPES:
+            raise UserError(f"--dtype {self.dtype}: expected {' or '.join(DTYPES)}")
+        if self.seconds is not None and not 0 < self.seconds < inf:
+            raise UserError(f"--seconds {self.seconds:g}: expected a number above 0")
         if not self.policies or not self.residencies:
             raise UserError("nothing to measure: give at least one policy and one residency")
+        for text in self.residencies:
+            Residency.parse(text)
+
+    def slots(self, shape: Shape) -> dict[str, int]:
+        """Slots per layer by residency. Raises `UserError` for more than the shape has experts, and for none."""
+        layer = shape.n_layers * shape.expert_values * DTYPES[self.dtype].itemsize
+        return {text: Residency.parse(text).slots(shape.n_experts, layer) for text in self.residencies}
 
 
 @dataclass
@@ -165,6 +179,9 @@ def _measure(
     _far(subject, report)
     with watch("preparing the rows", len(arms), "rows") as advance:
         timed = prepare(subject, pool, arms, advance)
+    problems = [one.problem for one in timed if one.arm.name != RESIDENT]
+    if all(problems):
+        raise UserError(f"no row can run: {problems[0]}")
 
     def note(done: int) -> None:
         report.ended = Ended(done)
@@ -221,8 +238,7 @@ def _further(
             report.prompts = prompted(subject, arms, length, report.rates.link, advance, until)
         saved(report)
     if settings.determinism and there_is_time():
-        share, experts = Residency.parse(settings.residencies[-1]), subject.weights.shape.n_experts
-        slots = share.slots(experts, subject.weights.shape.n_layers * subject.weights.arena.expert_bytes)
+        slots = settings.slots(subject.weights.shape)[settings.residencies[-1]]
         with watch("determinism", 20, "runs") as advance:
             report.determinism = determinism(subject, slots, report.rates.link, settings.determinism, advance, until)
         saved(report)
@@ -244,11 +260,10 @@ def _far(subject: Subject, report: Report) -> None:
 def arms_of(settings: Settings, subject: Subject) -> list[Arm]:
     """Every policy at every residency on every executor, behind everything resident on each."""
     executors = settings.executors or (CPU if subject.device == "cpu" else DEVICE,)
-    n_experts, layer = subject.weights.shape.n_experts, subject.weights.shape.n_layers
+    slots = settings.slots(subject.weights.shape)
     arms = [replace(resident_arm(subject), executor=executor) for executor in executors]
     for share, executor, (name, policy) in product(settings.residencies, executors, settings.policies.items()):
-        slots = Residency.parse(share).slots(n_experts, layer * subject.weights.arena.expert_bytes)
-        arms.append(Arm(name, policy.completed(subject.estimated), slots, executor, share))
+        arms.append(Arm(name, policy.completed(subject.estimated), slots[share], executor, share))
     return arms
 
 
@@ -266,6 +281,7 @@ def _subject(settings: Settings, watch: Watch) -> Subject:
         "windows": settings.windows,
         "tokens": settings.tokens,
         "watch": watch,
+        "accept": settings.slots,
     }
     if settings.model is not None:
         return model_subject(settings.model, texts=settings.texts, calibration=settings.calibration, **common)

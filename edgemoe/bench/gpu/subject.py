@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from edgemoe.tracing import load_trace
 
 if TYPE_CHECKING:
     from edgemoe.calibration import Calibration
+    from edgemoe.gpu_offload.shape import Shape
 
 _PROMPT = 32  # tokens of a random prompt
 
@@ -94,13 +95,25 @@ def check_device(device: str) -> None:
 
 
 def replayed_subject(
-    name: str, *, device: str, dtype: str, windows: int, tokens: int, trace: Path | None, seed: int, watch: Watch
+    name: str,
+    *,
+    device: str,
+    dtype: str,
+    windows: int,
+    tokens: int,
+    trace: Path | None,
+    seed: int,
+    watch: Watch,
+    accept: "Callable[[Shape], object] | None" = None,
 ) -> Subject:
     """Random weights of a geometry by name, run by a trace's routing or the demo model's.
 
-    Raises `UserError` for an unknown geometry and for routing that does not fit it.
+    `accept` may refuse what does not fit the shape, before any work. Raises `UserError` for an unknown geometry and
+    for routing that does not fit it.
     """
     shape = geometry(name)
+    if accept:
+        accept(shape)
     found = (
         demo_recording(windows, tokens, watch) if trace is None else recording_of(load_trace(trace), windows, tokens)
     )
@@ -125,7 +138,11 @@ def replayed_subject(
         domains=found.domains,
         prompts=tuple(rng.integers(0, shape.n_vocab, _PROMPT) for _ in range(2)),
         recording=found,
-        notes=(f"weights are random: routing is that of {found.name}", *found.notes),
+        notes=(
+            f"weights are random: routing is that of {found.name}",
+            *found.notes,
+            *_fewer(found.tokens, windows, tokens),
+        ),
     )
 
 
@@ -139,8 +156,9 @@ def model_subject(
     texts: Sequence[Path],
     calibration: Path | None,
     watch: Watch,
+    accept: "Callable[[Shape], object] | None" = None,
 ) -> Subject:
-    """A real model on windows of texts, the demo model's own ones unless others are given.
+    """A real model on windows of texts, the demo model's own ones unless others are given. `accept`: as above.
 
     Raises `UserError` for a model or text that cannot be read or run.
     """
@@ -154,6 +172,8 @@ def model_subject(
 
     model = read_model(resolve(path))
     shape = read_shape(model)
+    if accept:
+        accept(shape)
     known = load_calibration(calibration, model) if calibration else None
     words = open_vocabulary(model)
     try:
@@ -175,7 +195,7 @@ def model_subject(
         domains=domains,
         prompts=tuple(window[:_PROMPT] for window in found[:2]),
         calibration=known,
-        notes=notes,
+        notes=(*notes, *_fewer(found, windows, tokens)),
         load_s=load_s,
     )
 
@@ -194,16 +214,26 @@ def _windows(
     found: list[tuple[int, int, str, np.ndarray]] = []
     for order, path in enumerate(texts):
         try:
-            text = path.read_bytes()
+            text = path.read_bytes().decode()
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
-        ids = words.tokenize(text[: 16 * windows * tokens]).astype(np.int64)  # type: ignore[attr-defined]
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: not UTF-8 text (byte {error.start:,}): convert it first") from None
+        ids = words.tokenize(text[: 16 * windows * tokens].encode()).astype(np.int64)  # type: ignore[attr-defined]
         for number in range(min(windows, len(ids) // tokens)):
             found.append((number, order, path.stem, ids[number * tokens : (number + 1) * tokens]))
     if not found:
         raise UserError(f"no text of {tokens} tokens: give longer ones, or --tokens less")
     found = sorted(found, key=lambda one: one[:2])[:windows]
     return tuple(one[3] for one in found), tuple(one[2] for one in found)
+
+
+def _fewer(found: Sequence[np.ndarray], windows: int, tokens: int) -> tuple[str, ...]:
+    """A note where there is less than was asked for."""
+    longest = max(map(len, found))
+    if len(found) >= windows and longest >= tokens:
+        return ()
+    return (f"{windows} windows of {tokens} tokens were asked for; there are {len(found)}, of {longest} at most",)
 
 
 def _digest(*parts: str) -> str:
