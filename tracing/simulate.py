@@ -122,7 +122,8 @@ def simulate(
             raise UserError(f"{trace.name}: {capacity} slots per layer; expected 1 to its {trace.n_experts} experts")
     rows = _layer_rows(trace, layer)
     known = calibration or Calibration.stored(trace)
-    named = {name: policy and policy.completed(known.delta is not None) for name, policy in _resolve(policies).items()}
+    there = known.delta is not None, known.prior is not None
+    named = {name: policy and policy.completed(*there) for name, policy in _resolve(policies).items()}
     for name, policy in named.items():
         if policy:
             _check_policy(trace, name, policy, capacities)

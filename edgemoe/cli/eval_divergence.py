@@ -148,6 +148,7 @@ def divergence(
         raise UserError(f"--policy {policy!r}: expected presets, each once, separated by commas")
     policies = presets(names, **changes.overrides())
     point = shared.point_of(names, model, residency, calibration)
+    given.check_scale(changes.scale, policies.values(), point.calibration is not None)
     places = _places(names, out)
     for place in places.values():
         writable_file("-o", place)

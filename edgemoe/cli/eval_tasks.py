@@ -125,6 +125,7 @@ def tasks(
 
     chosen = preset(policy, **changes.overrides())
     point = shared.point_of([policy], model, residency, calibration)
+    given.check_scale(changes.scale, [chosen], point.calibration is not None)
     asked = Asked(asking.limit, asking.num_fewshot, asking.metric, asking.chat, asking.seed)
     writable_file("-o", out)
     if out.exists() and not overwrite:

@@ -67,8 +67,6 @@ class Offload:
         Raises `UserError` for a value that is out of range, and for options that mean nothing beside the others.
         """
         from edgemoe.errors import UserError
-        from edgemoe.policy import preset
-        from edgemoe.policy.policy_file import calibration_beside
         from edgemoe.units import Residency, parse_bytes
 
         if self.device is None:
@@ -83,8 +81,7 @@ class Offload:
             "executor": self.executor,
             "residency": None if experts.residency is None else Residency.parse(experts.residency),
             "vram": None if self.vram is None else parse_bytes(self.vram),
-            "policy": preset(experts.policy or "exact-lru", **experts.overrides()),
-            "calibration": experts.calibration or calibration_beside(experts.policy),
+            **experts.decided_by(),
             "chunk": experts.chunk,
             "dtype": self.dtype,
             "verify_slots": self.verify_slots or None,

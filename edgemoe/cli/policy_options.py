@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Any
+
+    from edgemoe.policy import Policy
 
 Ram = Annotated[
     str | None,
@@ -149,13 +152,10 @@ class Streaming:
         Raises `UserError` for a value that is out of range, and for any of the others without one of those two.
         """
         from edgemoe.errors import UserError
-        from edgemoe.policy import preset
-        from edgemoe.policy.policy_file import calibration_beside
         from edgemoe.units import Residency, parse_bytes
 
-        overrides = self.overrides()
         if self.ram is None and self.residency is None:
-            self._refuse_without_streaming(overrides)
+            self._refuse_without_streaming(self.overrides())
             return {}
         if self.elide is not None:
             raise UserError(
@@ -164,14 +164,24 @@ class Streaming:
         settings: dict[str, Any] = {
             "ram": None if self.ram is None else parse_bytes(self.ram),
             "residency": None if self.residency is None else Residency.parse(self.residency),
-            "policy": preset(self.policy or "exact-lru", **overrides),
-            "calibration": self.calibration or calibration_beside(self.policy),
+            **self.decided_by(),
             "plan": self.plan,
             "readers": self.readers,
             "chunk": self.chunk,
             "verify_reads": self.verify_reads or None,
         }
         return {name: value for name, value in settings.items() if value is not None}
+
+    def decided_by(self) -> dict[str, Any]:
+        """The policy, and the calibration that it runs with, if any; `UserError` for one that needs it and has none."""
+        from edgemoe.policy import preset
+        from edgemoe.policy.policy_file import calibration_beside
+
+        policy = preset(self.policy or "exact-lru", **self.overrides())
+        calibration = self.calibration or calibration_beside(self.policy)
+        check_scale(self.scale, [policy], calibration is not None)
+        policy.completed(calibration is not None)
+        return {"policy": policy, "calibration": calibration}
 
     def check_model(self, model: Path) -> None:
         """Raise `UserError` for a policy file that was tuned for another model."""
@@ -199,3 +209,17 @@ class Streaming:
 
 
 _OVERRIDES = ("routing", "eviction", "prefetch", "lam", "top_j", "scale", "tau", "window", "gate")
+
+
+def check_scale(scale: str | None, policies: Iterable[Policy], known: bool) -> None:
+    """Raise `UserError` if --scale fixed was given and nothing says the scale of a policy that needs it.
+
+    Without the option such a policy runs with a running scale, and a note says so; who asks for a fixed one wants that.
+    """
+    from edgemoe.errors import UserError
+
+    if scale == "fixed" and not known and any(policy.needs_scale for policy in policies):
+        raise UserError(
+            "--scale fixed needs the bonus scale of a calibration: give --calibration, from edgemoe calibrate, or leave"
+            " --scale out"
+        )

@@ -120,6 +120,7 @@ def simulate(
     Algorithm 1 of prefetch-steered routing on the stored scores, reset at each window: what the tiers would decide.
     """
     from edgemoe.cli.options import budget_option, layer_option, writable_file
+    from edgemoe.cli.policy_options import check_scale
     from edgemoe.policy.policy_file import calibration_beside
     from edgemoe.tracing import load_trace
     from edgemoe.tracing.pictures import ENDINGS
@@ -146,6 +147,7 @@ def simulate(
     sizes, slot_bytes = _sizes(recorded, model, expert_bytes)
     notes = _check_tuned(recorded, policies)
     known = _calibration(recorded, calibration or calibration_beside(*policies))
+    check_scale(scale, filter(None, policies.values()), known.delta is not None)
     run = _Run(recorded, policies, layer_option(layer), known, sizes, as_json, notes, pinned)
     asked = _residencies(capacity, recorded.n_experts, slot_bytes)
     writable_file("--plot", plot, ENDINGS)
@@ -183,9 +185,8 @@ class _Run:
         self.pinned = pinned
         self.trace, self.calibration, self.sizes, self.quiet, self.tuned = trace, calibration, sizes, quiet, tuned
         self.layer = "all" if layer is None else layer
-        self.policies = {
-            name: policy and policy.completed(calibration.delta is not None) for name, policy in policies.items()
-        }
+        there = calibration.delta is not None, calibration.prior is not None
+        self.policies = {name: policy and policy.completed(*there) for name, policy in policies.items()}
 
     def rows(self, capacities: list[int], what: str) -> pd.DataFrame:
         """Every policy at every capacity; what Algorithm 1 is not defined for is refused."""

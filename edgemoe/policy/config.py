@@ -123,8 +123,17 @@ class Policy:
         """Whether Δ̄ must be given: a fixed one that enters a decision."""
         return self.uses_bonus and self.scale == "fixed"
 
-    def completed(self, calibrated: bool) -> "Policy":
-        """The policy as it runs: a fixed bonus scale that nothing provides becomes a running one."""
+    def completed(self, calibrated: bool, prior: bool | None = None) -> "Policy":
+        """The policy as it runs: a fixed bonus scale that nothing provides becomes a running one.
+
+        calibrated: whether there is a scale; prior: whether there is a token prior, by default the same. Raises
+        `UserError` for prefetch by a token prior that is not there: what it would bring says nothing of the token.
+        """
+        if self.prefetch == "token-prior" and not (calibrated if prior is None else prior):
+            raise UserError(
+                "prefetch token-prior needs the token prior of a calibration: give --calibration, from edgemoe"
+                " calibrate, or another prefetch"
+            )
         return replace(self, scale="running") if self.needs_scale and not calibrated else self
 
     @property

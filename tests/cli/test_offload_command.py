@@ -92,6 +92,8 @@ def test_a_conversation_keeps_its_context(
         (["--device", "cpu", "--executor", "host"], "--executor is about --device cuda"),
         (["--device", "cuda", "--executor", "magic"], "not one of device, host"),
         (["--device", "cpu", "--policy", "pst"], "no policy preset 'pst'"),
+        (["--device", "cpu", "--policy", "psr", "--scale", "fixed"], "--scale fixed needs the bonus scale of a"),
+        (["--device", "cpu", "--prefetch", "token-prior"], "needs the token prior of a calibration: give --cal"),
     ],
 )
 def test_mistakes_are_one_line(options: list[str], complaint: str) -> None:

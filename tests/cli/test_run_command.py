@@ -179,6 +179,8 @@ def test_a_mistake_is_one_line(
         (["--ram", "350MB", "-c", "1024", "--parallel", "40"], "for 40 streams"),
         (["--residency", "8", "--policy", "psr", "--window", "9"], "needs as many slots"),
         (["--residency", "50%", "--kv-type", "q3"], "KV type 'q3'"),
+        (["--residency", "50%", "--policy", "psr", "--scale", "fixed"], "--scale fixed needs the bonus scale of a"),
+        (["--residency", "50%", "--prefetch", "token-prior"], "needs the token prior of a calibration: give --cal"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_compiled(

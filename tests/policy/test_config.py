@@ -38,6 +38,17 @@ def test_refuses_what_means_nothing(fields, says):
     assert "\n" not in str(refusal.value)
 
 
+def test_what_a_calibration_would_give_is_made_up_for_or_refused():
+    prior = preset("exact-score", prefetch="token-prior")
+    for there in ((False,), (True, False)):
+        with pytest.raises(UserError, match="the token prior of a calibration: give --calibration, from edgemoe"):
+            prior.completed(*there)
+    assert prior.completed(True) == prior == prior.completed(False, True)
+    for policy in PRESETS.values():
+        assert policy.completed(True) == policy
+        assert policy.completed(False).scale == ("running" if policy.uses_bonus else "fixed")
+
+
 @pytest.mark.parametrize(
     ("name", "geometry", "says"),
     [
