@@ -48,6 +48,7 @@ def chat(
     the conversation; then the exit code is 130.
     """
     from edgemoe.cli.generating import described, loaded, print_summary
+    from edgemoe.cli.recording import inputs_of
     from edgemoe.generation.chat import ChatTemplate
 
     options, streaming = sampling.options(), offload.settings(experts, holding)
@@ -56,7 +57,7 @@ def chat(
     model = offload.resolved(model)
     experts.check_model(model)
     with (
-        recording.of("chat", model) as records,
+        recording.of("chat", model, inputs_of(experts, streaming, chat_template)) as records,
         loaded(model, as_json, streaming, records, **holding.settings()) as writer,
     ):
         writer.template = ChatTemplate.of(writer.engine, template)

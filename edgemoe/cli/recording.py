@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from typing import Any, TextIO
+    from typing import Any
 
+    from edgemoe.cli.metrics import Metrics
+    from edgemoe.cli.policy_options import Streaming
     from edgemoe.generation import Step, Writer
     from edgemoe.generation.summary import Meter
     from edgemoe.tracing.live import LiveTrace
@@ -27,10 +28,16 @@ TraceFile = Annotated[
     ),
 ]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an existing --trace file, once the new one is whole.")
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Replace an existing --trace file, once the new one is whole, and an existing --metrics file, at the first"
+        " token.",
+    ),
 ]
 MetricsFile = Annotated[
-    Path | None, typer.Option("--metrics", metavar="FILE.jsonl", help="Write a line of figures per token.")
+    Path | None,
+    typer.Option("--metrics", metavar="FILE.jsonl", help="Write a line of figures per token, as they come."),
 ]
 
 
@@ -50,28 +57,39 @@ class Recording:
             raise UserError(f"--trace and --metrics follow one text: leave them out with {beside}")
 
     @contextmanager
-    def of(self, verb: str, model: Path) -> Iterator[Records]:
-        """Open them, refusing what cannot be written before the model is loaded; at the end, whatever it is, they are
-        whole."""
-        from edgemoe.cli.options import writable_file
+    def of(self, verb: str, model: Path, inputs: Iterable[Path]) -> Iterator[Records]:
+        """Refuse what cannot be written before the model is loaded, and what would replace the model or any of the
+        other `inputs`; at the end, whatever it is, the files are whole."""
+        from edgemoe.cli.metrics import Metrics
         from edgemoe.errors import UserError
 
-        if self.overwrite and not self.trace:
-            raise UserError("--overwrite is about --trace: give both")
-        writable_file("--metrics", self.metrics)
-        live = self._live(verb, model) if self.trace else None
-        metrics = self.metrics.open("w", encoding="utf-8") if self.metrics else None
-        records = Records(live, metrics)
+        if self.overwrite and not (self.trace or self.metrics):
+            raise UserError("--overwrite is about --trace and --metrics: give one with it")
+        metrics = Metrics(self.metrics, self.overwrite) if self.metrics else None
+        if self.trace or self.metrics:
+            self._spare([*_files_of(model), *inputs, Path("/dev/stdin")])
+        if metrics:
+            metrics.check()
+        records = Records(self._live(verb, model) if self.trace else None, metrics)
         try:
             yield records
         except BaseException:
             records.partial = True
             raise
         finally:
-            if metrics:
-                metrics.close()
-            if live:
-                records.traced_tokens = live.finish(partial=records.partial)
+            records.finish()
+
+    def _spare(self, inputs: Iterable[Path]) -> None:
+        """Raise `UserError` for a file to write that is one to read, or both of those to write."""
+        from edgemoe.errors import UserError
+
+        asked = [(name, path) for name, path in (("--trace", self.trace), ("--metrics", self.metrics)) if path]
+        if len(asked) == 2 and asked[0][1].resolve() == asked[1][1].resolve():
+            raise UserError(f"--trace and --metrics both name {self.trace}: give each a file of its own")
+        for name, path in asked:
+            for read in inputs:
+                if path.is_file() and read.exists() and path.samefile(read):
+                    raise UserError(f"{name} {path}: is what the run reads: choose another name for it")
 
     def _live(self, verb: str, model: Path) -> LiveTrace:
         from edgemoe.errors import UserError
@@ -88,7 +106,7 @@ class Recording:
 class Records:
     """The files while they grow."""
 
-    def __init__(self, live: LiveTrace | None, metrics: TextIO | None) -> None:
+    def __init__(self, live: LiveTrace | None, metrics: Metrics | None) -> None:
         self.live, self._metrics = live, metrics
         self.partial = False
         """Whether the run was ended before its end."""
@@ -111,15 +129,21 @@ class Records:
         if self._metrics is None:
             return
         token = {"index": step.index, "token": step.token, "text": step.text, "latency_s": step.seconds}
-        record = {**more, **token, **vars(meter.since_last()), "finish": step.finish}
-        self._metrics.write(json.dumps(record) + "\n")
-        self._metrics.flush()
+        self._metrics.add({**more, **token, **vars(meter.since_last()), "finish": step.finish})
+
+    def finish(self) -> None:
+        """Nothing more comes: make the files whole."""
+        if self._metrics:
+            self._metrics.close()
+        if self.live:
+            self.traced_tokens = self.live.finish(partial=self.partial)
 
     def as_json(self) -> dict[str, Any]:
-        """What became of the trace, once it is whole; nothing where none was asked for."""
+        """What became of the trace, once it is whole; nothing where none was asked for, no path where none was made."""
         if not self.live:
             return {}
-        return {"trace": {"path": str(self.live.out), "tokens": self.traced_tokens, "partial": self.partial}}
+        path = str(self.live.out) if self.traced_tokens else None
+        return {"trace": {"path": path, "tokens": self.traced_tokens, "partial": self.partial}}
 
     def __str__(self) -> str:
         """The same for people; empty where no trace was asked for."""
@@ -128,3 +152,18 @@ class Records:
         if not self.traced_tokens:
             return "nothing was decoded: no trace was written"
         return f"{self.live.out}: {self.traced_tokens:,} tokens; next: edgemoe stats {self.live.out}"
+
+
+def inputs_of(experts: Streaming, settings: dict[str, Any], *texts: Path | None) -> list[Path]:
+    """What a run reads besides the model: texts, and what its policy comes from. `settings` are what `load` is given."""
+    policy = Path(experts.policy) if experts.policy and experts.policy.endswith(".json") else None
+    read = (policy, settings.get("calibration"), settings.get("plan"), *texts)
+    return [path for path in read if path is not None]
+
+
+def _files_of(model: Path) -> list[Path]:
+    """Every file of the model; of a folder those beside the weights, too."""
+    from edgemoe.model import read_model
+
+    beside = list(model.iterdir()) if model.is_dir() else []
+    return [*beside, *read_model(model).files]

@@ -73,6 +73,7 @@ def run(
     Exit code 130 if Ctrl-C or SIGTERM ended it: the text so far and the summary are printed all the same.
     """
     from edgemoe.cli.generating import described, loaded, perform, print_summary
+    from edgemoe.cli.recording import inputs_of
     from edgemoe.errors import UserError
 
     if parallel is not None and offload.device is not None:
@@ -92,7 +93,7 @@ def run(
             raise typer.Exit(INTERRUPTED)
         return
     with (
-        recording.of("run", model) as records,
+        recording.of("run", model, inputs_of(experts, streaming, file, chat_template)) as records,
         loaded(model, as_json, streaming, records, **holding.settings()) as writer,
     ):
         asked = _asked(writer, text, chat, system, template)
