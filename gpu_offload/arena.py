@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from edgemoe.errors import UserError
+from edgemoe.gpu_offload.refusals import limit, ram_refused
 from edgemoe.gpu_offload.shape import Shape
 from edgemoe.machine.memory import ram
 from edgemoe.units import format_bytes
@@ -42,12 +43,11 @@ def _launch() -> None:
 
 def _lock_limit() -> str:
     """What this process may lock, as far as the system says."""
-    if sys.platform == "win32":
+    try:
+        allowed = limit("RLIMIT_MEMLOCK")
+    except OSError:
         return "unknown"
-    import resource
-
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return "unlimited" if limit == resource.RLIM_INFINITY else format_bytes(limit)
+    return "unlimited" if allowed is None else format_bytes(allowed)
 
 
 def _pages(size: int) -> torch.Tensor:
@@ -80,10 +80,8 @@ class Arena:
         try:
             self.bytes = _pages(math.prod(size)).view(size)
         except OSError:
-            raise UserError(
-                f"{format_bytes(math.prod(size))} of RAM for the experts are refused: close other programs, or take a "
-                "machine with more"
-            ) from None
+            what = f"{format_bytes(math.prod(size))} of RAM for the experts are"
+            raise ram_refused(what, "use a smaller model") from None
         if pinned:
             self._lock()
 

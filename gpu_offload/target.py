@@ -6,7 +6,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from edgemoe.gpu_offload.cpu import CpuExecutor
 from edgemoe.gpu_offload.decisions import Decisions
 from edgemoe.gpu_offload.executor import Executor
 from edgemoe.gpu_offload.memory import Room
+from edgemoe.gpu_offload.refusals import ram_full
 from edgemoe.gpu_offload.shape import Shape
 from edgemoe.gpu_offload.weights import Weights
 from edgemoe.machine.gpu_probe import uuid_of
@@ -80,11 +81,22 @@ class Target:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Inside, this is the current GPU: streams, kernels and page-locking are of the current one. Memory that it
-        refuses is a `UserError` of one line; nothing that the failed call held is kept."""
-        if not self.is_gpu:
-            yield
-            return
+        """Inside, this is the current GPU: streams, kernels and page-locking are of the current one. Memory that it, or
+        the host, refuses is a `UserError` of one line; nothing that the failed call held is kept."""
+        refused = None
+        try:
+            with self._current() if self.is_gpu else nullcontext():
+                yield
+        except (RuntimeError, MemoryError) as error:
+            refused = ram_full(error)
+            if refused is None:
+                raise
+            forget(error)
+        if refused:
+            raise refused from None
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
         full = False
         try:
             with torch.cuda.device(self.device):

@@ -1,0 +1,46 @@
+"""What a system refuses to a process, in one line that says what a person can do about it."""
+
+import re
+import sys
+
+from edgemoe.errors import UserError
+from edgemoe.machine.memory import ram
+from edgemoe.units import format_bytes
+
+
+def limit(name: str) -> int | None:
+    """A limit on this process in bytes, as `resource` names it (`RLIMIT_AS`); None without one. Raises `OSError` where
+    the system does not say."""
+    if sys.platform == "win32":
+        raise OSError("limits of processes are Unix's")
+    import resource
+
+    found = resource.getrlimit(getattr(resource, name))[0]
+    return None if found == resource.RLIM_INFINITY else found
+
+
+def ram_full(error: BaseException) -> UserError | None:
+    """What torch, numpy or a thread's start say of RAM that the system refuses; None for any other error."""
+    words = str(error)
+    if "can't start new thread" in words:
+        what = "RAM for another thread is"
+    elif isinstance(error, MemoryError) or "DefaultCPUAllocator" in words:
+        asked = re.search(r"allocate ([\d.]+) (\w+)", words)
+        size = "" if not asked else format_bytes(int(asked[1])) if asked[2] == "bytes" else f"{asked[1]} {asked[2]}"
+        what = f"{size} more of RAM are" if size else "more RAM is"
+    else:
+        return None
+    return ram_refused(what, "give fewer slots (--residency), a smaller context (-c) or --chunk")
+
+
+def ram_refused(what: str, instead: str) -> UserError:
+    """`what` (with its verb) is refused: why, as far as the system says, and what to do, or do `instead`."""
+    try:
+        allowed = limit("RLIMIT_AS")
+    except OSError:
+        allowed = None
+    if allowed is None:
+        why, first = f"{format_bytes(ram().available)} are free", "close other programs"
+    else:
+        why, first = f"`ulimit -v` allows {format_bytes(allowed)} in all", "raise that limit"
+    return UserError(f"{what} refused ({why}): {first}, or {instead}")
