@@ -4,16 +4,20 @@ Verb modules import nothing heavy at the top: `edgemoe --help` must answer at on
 before it is ready for Ctrl-C.
 """
 
+import errno
 import os
 import sys
+from contextlib import suppress
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _interrupts: list[int] = []  # SIGINTs that have arrived
 
 
 def main() -> None:
-    """Run the command line: a `UserError` is one line on stderr and exit code 2, Ctrl-C is exit code 130."""
+    """Run the command line: a `UserError`, or an output that is full, is one line on stderr and exit code 2, Ctrl-C is
+    exit code 130."""
     import signal
 
     _interrupts.clear()
@@ -25,7 +29,7 @@ def main() -> None:
     except KeyboardInterrupt:
         _say_interrupted()
     except BrokenPipeError:  # whoever read the output has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(BROKEN_PIPE)
     except Exception:
         # What Ctrl-C raised may arrive as something else: an import cut short, a buffer still in use.
@@ -43,8 +47,18 @@ def _interrupt(number: int, _: object) -> None:
 
 
 def _say_interrupted() -> None:
-    print("edgemoe: interrupted", file=sys.stderr)  # noqa: T201
+    _say("interrupted")
     sys.exit(INTERRUPTED)
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # standard error may be what is full
+        print("edgemoe:", line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _drop_output() -> None:
+    """What is still in the buffer cannot be written either: let the end of the program not try again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _code() -> int:
@@ -53,10 +67,25 @@ def _code() -> int:
 
     try:
         code = run(sys.argv[1:])
+        sys.stdout.flush()  # here, where a closed pipe can still be answered
     except UserError as error:
         if _interrupts:
             raise
-        print("edgemoe:", " ".join(str(error).splitlines()), file=sys.stderr)  # noqa: T201
+        _say(" ".join(str(error).splitlines()))
         code = 2
-    sys.stdout.flush()  # here, where a closed pipe can still be answered
+    except OSError as error:
+        if _interrupts or error.errno not in _FULL:
+            raise
+        _say(f"{error.filename or _full_output()}: cannot be written ({error.strerror})")
+        code = 2
     return code
+
+
+def _full_output() -> str:
+    """Which output it is that could not be written: it still cannot."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
+        return "standard output"
+    return "the output"

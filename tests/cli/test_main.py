@@ -127,6 +127,51 @@ def test_a_reader_that_has_gone_is_no_error(arguments: tuple[str, ...]) -> None:
     assert (result.returncode, result.stderr) == (141, "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("info", DEMO),
+        ("info", DEMO, "--json"),
+        ("run", DEMO, "--threads", "1", "-p", "a", "-n", "2", "--json"),
+        ("run", DEMO, "--threads", "1", "-p", "a", "-n", "9"),
+        ("--help",),
+    ],
+)
+def test_an_output_that_is_full_is_one_line(arguments: tuple[str, ...], unbuffered: str) -> None:
+    command = [sys.executable, "-m", "edgemoe.cli", *arguments]
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600, env=env)
+    last = result.stderr.splitlines()[-1]
+    name = "the output" if unbuffered else "standard output"
+    assert (result.returncode, last) == (2, f"edgemoe: {name}: cannot be written (No space left on device)")
+    assert "Traceback" not in result.stderr and "Exception" not in result.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("arguments", [("info", "no-such.gguf"), ("run", DEMO, "--threads", "1", "-p", "a", "-n", "2")])
+def test_errors_that_cannot_be_told_have_their_exit_code(arguments: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "edgemoe.cli", *arguments]
+    with Path("/dev/full").open("w") as full:
+        assert subprocess.run(command, stdout=subprocess.PIPE, stderr=full, timeout=600).returncode == 2
+
+
+def test_another_error_of_the_system_is_no_mistake_of_a_person() -> None:
+    code = """
+import sys
+import edgemoe.cli.commands
+def broken(arguments):
+    raise OSError(9, "Bad file descriptor")
+edgemoe.cli.commands.run = broken
+from edgemoe.cli import main
+main()
+"""
+    result = run(code=code)
+    assert result.returncode == 1 and "Traceback" in result.stderr
+
+
 def test_the_command_line_documentation_is_what_help_says() -> None:
     result = subprocess.run(
         [sys.executable, ROOT / "scripts" / "make_cli_docs", "--check"], capture_output=True, text=True
