@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from edgemoe.cli.recording import Records
+    from edgemoe.errors import UserError
     from edgemoe.generation import Options, Writer
     from edgemoe.generation.chat import Message
     from edgemoe.generation.summary import Summary
@@ -45,9 +46,10 @@ def chat(
     """Converse with a model that has a chat template. A turn reads only what is new: the context is kept.
 
     Each line of standard input is a turn, so a conversation can be piped in. Ctrl-C ends a reply, and at the prompt
-    the conversation; then the exit code is 130.
+    the conversation; then the exit code is 130. A turn that cannot be had ends a piped one: what was said before is
+    printed all the same.
     """
-    from edgemoe.cli.generating import described, loaded, print_summary
+    from edgemoe.cli.generating import described, loaded
     from edgemoe.cli.recording import inputs_of
     from edgemoe.generation.chat import ChatTemplate
 
@@ -56,23 +58,38 @@ def chat(
     interrupt_on_sigterm()
     model = offload.resolved(model)
     experts.check_model(model)
+    ChatTemplate.check(model, template)
     with (
         recording.of("chat", model, inputs_of(experts, streaming, chat_template)) as records,
         loaded(model, as_json, streaming, records, **holding.settings()) as writer,
     ):
         writer.template = ChatTemplate.of(writer.engine, template)
         conversation = _Conversation(writer, options, system, records, quiet=as_json)
-        interrupted = records.partial = conversation.hold()
+        interrupted = conversation.hold()
+        records.partial = interrupted or conversation.failure is not None
         how = described(writer)
+    _report(conversation, how, records, as_json)
+    if conversation.failure is not None:
+        raise conversation.failure
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _report(conversation: _Conversation, how: dict[str, Any], records: Records, as_json: bool) -> None:
+    """The turns that were had, and how they went. There is nothing to say of a first one that was refused."""
+    from edgemoe.cli.generating import print_summary
+
+    turns, failure = conversation.record, conversation.failure
     if as_json:
         import json
 
-        typer.echo(json.dumps({"turns": conversation.record, **how, **records.as_json()}, allow_nan=False))
+        if turns or failure is None:
+            error = {} if failure is None else {"error": str(failure)}
+            typer.echo(json.dumps({"turns": turns, **error, **how, **records.as_json()}, allow_nan=False))
     elif conversation.total:
-        turns = len(conversation.record)
-        print_summary(conversation.total, f"{turns} {'turn' if turns == 1 else 'turns'}", records)
-    if interrupted:
-        raise typer.Exit(INTERRUPTED)
+        print_summary(conversation.total, f"{len(turns)} {'turn' if len(turns) == 1 else 'turns'}", records)
+    elif failure is None and str(records):
+        _hint(str(records))
 
 
 class _Conversation:
@@ -84,9 +101,13 @@ class _Conversation:
         self.messages: list[Message] = list(self.opening)
         self.record: list[dict[str, Any]] = []
         self.total: Summary | None = None
+        self.failure: UserError | None = None
+        """Why a piped conversation ended before its end."""
 
     def hold(self) -> bool:
         """Whether Ctrl-C ended it."""
+        from edgemoe.errors import UserError
+
         person = sys.stdin.isatty()
         if person and not self.quiet:
             name = self.writer.engine.description.replace(" ?B", "")  # a size that llama.cpp has no name for
@@ -104,6 +125,8 @@ class _Conversation:
                     self._say(line, person)
         except KeyboardInterrupt:
             return True
+        except UserError as error:  # a person was told of it, and goes on
+            self.failure = error
         # A person who stops a reply goes on talking; a script that is stopped has been stopped.
         return not person and bool(self.record) and self.record[-1]["finish"] == "interrupted"
 

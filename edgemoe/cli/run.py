@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from edgemoe.generation.chat import Message
 
 INTERRUPTED = 130
+_MEANINGLESS = "--system and --chat-template mean nothing to a text that is continued as it stands"
 
 
 @spread
@@ -84,6 +85,7 @@ def run(
     interrupt_on_sigterm()
     model = offload.resolved(model)
     experts.check_model(model)
+    _check_chat(model, chat, system, template)
     if parallel is not None:
         from edgemoe.cli.prompts import run_prompts
 
@@ -132,6 +134,17 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     return text
 
 
+def _check_chat(model: Path, chat: bool | None, system: str | None, template: str | None) -> None:
+    """Refuse, before the model is loaded, what its header shows to be impossible."""
+    from edgemoe.errors import UserError
+    from edgemoe.generation.chat import ChatTemplate
+
+    if chat is False and (system or template):
+        raise UserError(_MEANINGLESS)
+    if chat or (chat is None and template is not None):
+        ChatTemplate.check(model, template)
+
+
 def _asked(
     writer: Writer, text: str, chat: bool | None, system: str | None, template: str | None
 ) -> str | Sequence[Message]:
@@ -143,7 +156,7 @@ def _asked(
         chat = writer.engine.chat_template is not None or template is not None
     if not chat:
         if system or template:
-            raise UserError("--system and --chat-template mean nothing to a text that is continued as it stands")
+            raise UserError(_MEANINGLESS)
         return text
     writer.template = ChatTemplate.of(writer.engine, template)
     before: list[Message] = [{"role": "system", "content": system}] if system else []

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from edgemoe.cli import commands
+from edgemoe.errors import UserError
+
 DEMO = str(Path(__file__).parents[2] / "edgemoe" / "data" / "demo-moe-32m-q8_0.gguf")
 COMMAND = [sys.executable, "-m", "edgemoe.cli", "chat", DEMO, "--threads", "1", "--chat-template", "t.jinja"]
 CHATML = (
@@ -82,6 +85,53 @@ def test_a_conversation_that_outgrows_the_context_ends_in_one_line(folder: Path)
     assert done.returncode == 2
     errors = [line for line in done.stderr.splitlines() if line.startswith("edgemoe: ")]
     assert len(errors) == 1 and "the context holds 48" in errors[0]
+
+
+@pytest.mark.parametrize("tier", [[], ["--residency", "25%"]])
+def test_what_was_said_before_a_turn_that_does_not_fit_is_not_lost(folder: Path, tier: list[str]) -> None:
+    turns, options = "Hello\n" + "word " * 80 + "\n", [*tier, "-n", "2", "-c", "48", "--seed", "1"]
+    done = chat(folder, turns, *options, "--json", "--trace", "t.npz")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    said = json.loads(done.stdout)
+    assert done.stderr == f"edgemoe: {said['error']}\n" and "the context holds 48" in said["error"]
+    assert [(turn["user"], turn["generated_tokens"]) for turn in said["turns"]] == [("Hello", 2)]
+    assert said["trace"]["path"] == "t.npz" and said["trace"]["partial"] and (folder / "t.npz").exists()
+    done = chat(folder, turns, *options, "--trace", "t.npz", "--overwrite")
+    assert done.returncode == 2 and "the context holds 48" in done.stderr.splitlines()[-1]
+    assert re.search(r"^1 turn +2 tokens", done.stderr, re.MULTILINE)
+    assert re.search(r"^trace +t.npz: \d+ tokens", done.stderr, re.MULTILINE)
+
+
+def test_a_conversation_without_a_turn_has_no_trace(folder: Path) -> None:
+    said = json.loads(chat(folder, "", "--json", "--trace", "t.npz").stdout)
+    assert said["turns"] == [] and said["trace"] == {"path": None, "tokens": 0, "partial": False}
+    assert "no trace was written" in chat(folder, "", "--trace", "t.npz").stderr
+    assert not (folder / "t.npz").exists()
+
+
+@pytest.mark.parametrize("verb", ["chat", "run"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "no chat template"),
+        (["--chat-template", "bad.jinja"], "no valid Jinja template"),
+    ],
+)
+def test_a_template_that_does_not_serve_is_refused_before_the_model_is_loaded(
+    verb: str, options: list[str], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loading(*_: object, **__: object) -> None:
+        raise AssertionError("loaded for nothing")
+
+    monkeypatch.setattr("edgemoe.generation.load", loading)
+    monkeypatch.chdir(folder)
+    (folder / "bad.jinja").write_text("{% for %}")
+    term = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(UserError, match=message):
+            commands.run([verb, DEMO, *(["-p", "a", "--chat"] if verb == "run" else []), *options])
+    finally:
+        signal.signal(signal.SIGTERM, term)
 
 
 def test_a_base_model_without_a_template_is_refused(folder: Path) -> None:
