@@ -365,7 +365,7 @@ class OffloadEngine(Speaker):
             seconds=self._seconds,
             expert_bytes=self.expert_bytes,
             timed=self.target.executor != "device",
-            vram_bytes=self.target.held,
+            vram_bytes=self.target.held if self.target.is_gpu else self.need.device(self.capacity),
         )
 
     def close(self) -> None:

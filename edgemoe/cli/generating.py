@@ -227,6 +227,12 @@ def predicted(writer: Writer) -> dict[str, Any]:
     return {"predicted_hit_rate": rate}
 
 
+def offloaded(writer: Writer) -> dict[str, Any]:
+    """Where experts and slots are, if experts are held in RAM and slots on a device."""
+    engine = _offloading(writer)
+    return {"experts_from": "RAM", "vram_in_ram": not engine.target.is_gpu} if engine else {}
+
+
 def perform(
     writer: Writer, prompt: str | Sequence[Message], options: Options, records: Records, quiet: bool, **more: Any
 ) -> tuple[str, Summary]:
@@ -261,7 +267,7 @@ def perform(
         reused_tokens=writer.context.reused,
         disk_bytes_per_s=probed(writer),
         **predicted(writer),
-        **({"experts_from": "RAM"} if _offloading(writer) else {}),
+        **offloaded(writer),
     )
     return "".join(text), summary
 
@@ -298,7 +304,8 @@ def _status(meter: Meter) -> str:
     if since.read_bytes and rate:
         source = "disk" if not hasattr(meter.engine, "device") else "RAM"
         parts.append(f"{source} {format_bytes(since.read_bytes * rate / since.tokens)}/s")
-    for name, held in (("RAM", since.ram_bytes), ("VRAM", since.vram_bytes)):
+    vram = "as VRAM" if getattr(meter.engine, "device", None) == "cpu" else "VRAM"
+    for name, held in (("RAM", since.ram_bytes), (vram, since.vram_bytes)):
         if held:
             parts.append(f"{name} {format_bytes(held)}")
     engine = meter.engine
@@ -351,8 +358,12 @@ def _rows(s: Summary, title: str) -> Iterator[tuple[str, str]]:
     if s.read_bytes_per_s:
         share = f": {s.share_of_disk:.0%} of what `edgemoe probe` measured" if s.share_of_disk else ""
         yield s.experts_from, f"{format_bytes(s.read_bytes_per_s)}/s{share}"
-    vram = f" and {format_bytes(d.vram_bytes)} of VRAM" if d.vram_bytes else ""
-    yield "memory", f"{format_bytes(d.ram_bytes)} of RAM{vram} held; context {s.context_tokens:,} of {s.n_ctx:,} tokens"
+    held = f"{format_bytes(d.ram_bytes)} of RAM held"
+    if s.vram_in_ram:
+        held += f", {format_bytes(d.vram_bytes)} of it in place of VRAM"
+    elif d.vram_bytes:
+        held = f"{format_bytes(d.ram_bytes)} of RAM and {format_bytes(d.vram_bytes)} of VRAM held"
+    yield "memory", f"{held}; context {s.context_tokens:,} of {s.n_ctx:,} tokens"
 
 
 def _seconds(seconds: float) -> str:

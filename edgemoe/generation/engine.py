@@ -46,7 +46,8 @@ class EngineStats:
     ram_bytes: int = 0
     """RAM that this process holds now, weights included: a level, not a total."""
     vram_bytes: int = 0
-    """The same of a GPU's memory, where the engine manages it."""
+    """The same of a GPU's memory, where the engine manages it; where the CPU stands for the GPU, what of `ram_bytes`
+    stands for its memory, as computed for its budget."""
 
     def __sub__(self, earlier: "EngineStats") -> "EngineStats":
         """What happened since `earlier`; the memory is the later one's."""

@@ -38,6 +38,8 @@ class Summary:
     """Why there is no such figure; empty where there is one, or no cache."""
     experts_from: str = "disk"
     """Where experts are copied from: the disk, or the RAM."""
+    vram_in_ram: bool = False
+    """Whether the CPU stands for a GPU: `vram_bytes` is part of `ram_bytes` then."""
 
     def then(self, later: "Summary") -> "Summary":
         """Two turns of a conversation as one; what cannot be added is the later one's."""

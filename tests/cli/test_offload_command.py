@@ -1,6 +1,7 @@
 """`edgemoe run` and `chat` with --device: what is printed, what is refused."""
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,15 @@ def test_the_default_policy_is_exact_and_figures_are_there(capsys: pytest.Captur
     assert said(capsys, "--residency", "25%", "--greedy")["text"] == out["text"]
 
 
+def test_the_cpu_says_what_a_gpu_would_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    """What --vram bounds: the slots, of which there are as many as fit, and all besides them."""
+    out = said(capsys, "--vram", "60MB")
+    held, slot = out["decode_phase"]["vram_bytes"], 8 * 3 * 64 * 256 * 2
+    assert out["vram_in_ram"] and 60e6 - slot < held <= 60e6 and out["slots"] * slot < held
+    assert held == out["prompt_phase"]["vram_bytes"] < out["decode_phase"]["ram_bytes"]
+    assert held - said(capsys, "--residency", str(out["slots"] - 1))["decode_phase"]["vram_bytes"] == slot
+
+
 def test_a_policy_and_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace = tmp_path / "t.npz"
     options = ["--residency", "16", "--policy", "psr-gated", "--lambda", "0.4", "--budget", "2", "--greedy"]
@@ -58,6 +68,7 @@ def test_a_policy_and_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_the_summary_speaks_of_copies(capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.run(["run", DEMO, *CPU, "-p", "In the", "-n", "4", "--vram", "40MB", "--policy", "psr"]) == 0
     err = capsys.readouterr().err
+    assert re.search(r"of RAM held, [34]\d\.\d MB of it in place of VRAM; context", err)
     assert "experts per layer have a slot in RAM, as on a GPU" in err
     assert "demand copies per token" in err and "in time" in err and "disk" not in err
 
