@@ -78,6 +78,17 @@ class Residency:
             return cls(text, total_bytes=parse_bytes(text))
         raise UserError(f"{shown(text)!r} is not a residency: write a share (50%), slots per layer (32) or bytes (6GB)")
 
+    @classmethod
+    def of(cls, value: object) -> "Residency":
+        """A `Residency`, or the text of one; a number is a `UserError`, since it could be a share or a count."""
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            return cls.parse(value)
+        raise UserError(
+            f"residency {shown(repr(value))} is no text: write a share ('50%'), slots per layer ('32') or bytes ('6GB')"
+        )
+
     def slots(self, n_experts: int, layer_expert_bytes: int | None = None) -> int:
         """Slots per layer C: `round(share·E)`, the count itself, or what the bytes buy.
 

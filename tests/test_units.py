@@ -28,6 +28,7 @@ def test_a_share_becomes_the_nearest_count() -> None:
     assert Residency.parse("13.4%").slots(128) == 17
     assert Residency.parse("25%").slots(64) == 16
     assert Residency.parse("32").slots(64) == 32
+    assert Residency.of("32") == Residency.parse("32") == Residency.of(Residency.parse("32"))
 
 
 def test_bytes_buy_whole_slots_in_every_layer() -> None:

@@ -25,8 +25,8 @@ def check_fit(path: str | Path, **settings: Any) -> None:
     known = {name: value for name, value in settings.items() if name in signature(fit).parameters}
     if isinstance(known.get("ram"), str):
         known["ram"] = parse_bytes(known["ram"])
-    if isinstance(known.get("residency"), str):
-        known["residency"] = Residency.parse(known["residency"])
+    if known.get("residency") is not None:
+        known["residency"] = Residency.of(known["residency"])
     fit(path, **{**known, "policy": policy, "calibrated": calibration is not None})
 
 
@@ -59,8 +59,7 @@ def load(
     """
     from edgemoe.model import read_model
 
-    if isinstance(residency, str):
-        residency = Residency.parse(residency)
+    residency = None if residency is None else Residency.of(residency)
     if device is not None:
         if ram is not None:
             raise UserError("ram is for experts on disk, device for experts in RAM: give one")

@@ -48,7 +48,7 @@ def load_streams(
         path,
         places,
         ram=parse_bytes(ram) if isinstance(ram, str) else ram,
-        residency=Residency.parse(residency) if isinstance(residency, str) else residency,
+        residency=None if residency is None else Residency.of(residency),
         policy=policy,
         calibration=calibration,
         advance=advance,
