@@ -13,7 +13,7 @@ from edgemoe.errors import UserError
 from edgemoe.model import Model
 
 ARCHITECTURE = "olmoe"
-_NOT_HERE = "the GPU tier runs OLMoE's architecture: use edgemoe run without --device"
+_NOT_HERE = "the GPU tier runs OLMoE's architecture: use edgemoe run without --device, on a GGUF file"
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class TensorSource:
             if strange and tensor.part is not Part.UNUSED and not tensor.name.endswith("rotary_emb.inv_freq"):
                 raise UserError(
                     f"{self._model.path}: a tensor {tensor.name}, which OLMoE's architecture does not have: this "
-                    "variant is not implemented here: use edgemoe run without --device"
+                    "variant is not implemented here: use edgemoe run without --device, on a GGUF file"
                 )
 
     def dense(self, role: str, layer: int, size: tuple[int, ...]) -> tuple[torch.Tensor, int]:

@@ -77,7 +77,8 @@ def chat(
 
 def _report(conversation: _Conversation, how: dict[str, Any], records: Records, as_json: bool) -> None:
     """The turns that were had, and how they went. There is nothing to say of a first one that was refused."""
-    from edgemoe.cli.generating import print_summary
+    from edgemoe.cli.figures import print_summary
+    from edgemoe.cli.output import counted
 
     turns, failure = conversation.record, conversation.failure
     if as_json:
@@ -87,7 +88,7 @@ def _report(conversation: _Conversation, how: dict[str, Any], records: Records, 
             error = {} if failure is None else {"error": str(failure)}
             typer.echo(json.dumps({"turns": turns, **error, **how, **records.as_json()}, allow_nan=False))
     elif conversation.total:
-        print_summary(conversation.total, f"{len(turns)} {'turn' if len(turns) == 1 else 'turns'}", records)
+        print_summary(conversation.total, counted(len(turns), "turn"), records)
     elif failure is None and str(records):
         _hint(str(records))
 
@@ -205,9 +206,9 @@ def _hint(text: str) -> None:
 def _print_turn(summary: Summary) -> None:
     from rich.text import Text
 
-    from edgemoe.cli.output import errors, say
+    from edgemoe.cli.output import counted, errors, say
 
-    parts = [f"{summary.generated_tokens:,} tokens"]
+    parts = [counted(summary.generated_tokens, "token")]
     if summary.tokens_per_s:
         parts.append(f"{summary.tokens_per_s:.1f} tok/s")
     if summary.decode.hit_rate is not None:

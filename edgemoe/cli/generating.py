@@ -26,13 +26,6 @@ if TYPE_CHECKING:
 _REDRAW_S = 0.2
 _NOTICED_S = 1.0
 _COMPILING_S = 3.0  # a busy machine needs some of it to load what was compiled before
-_ENDINGS = {
-    "end": "the model ended the text",
-    "stop": "a stop string",
-    "length": "as many tokens as asked for (-n)",
-    "context": "the context is full: -c gives a larger one",
-    "interrupted": "interrupted",
-}
 
 
 @contextmanager
@@ -63,9 +56,10 @@ def loaded(model: Path, quiet: bool, streaming: dict[str, Any], records: Records
 
         writer = load(model, advance=count, observer=records.live, **streaming, **settings)
     with writer:
-        records.about(writer, described(writer))
+        records.about(writer, described(writer), verified="verify_slots" in streaming)
         if not quiet:
-            say_notes(errors(), notes(writer, calibrated="calibration" in streaming), ())
+            said = notes(writer, calibrated="calibration" in streaming)
+            say_notes(errors(), [*said, *beyond_training(model, settings.get("n_ctx"))], ())
         yield writer
 
 
@@ -133,6 +127,15 @@ def notes(writer: Writer, calibrated: bool) -> Iterator[str]:
         yield f"the router is steered towards what is in {place}: the text is not exactly the model's own"
     if streaming and not streaming.direct:
         yield "this file system cannot be read past the page cache: what reads leave in it is dropped"
+
+
+def beyond_training(model: Path, n_ctx: int | None) -> Iterator[str]:
+    """What to know of a context that was asked for: not every model goes on well behind what it was trained for."""
+    from edgemoe.model import read_model
+
+    trained = read_model(model).geometry.n_ctx
+    if n_ctx is not None and 0 < trained < n_ctx:
+        yield f"-c {n_ctx:,}: the model was trained for {trained:,} tokens of context; text beyond may be poor"
 
 
 def _loaded(engine: OffloadEngine) -> Iterator[str]:
@@ -294,15 +297,16 @@ def _first_step(steps: Iterator[Step], writer: Writer, line: StatusLine) -> Step
 
 def _status(meter: Meter) -> str:
     """`12.3 tok/s · 45 tokens · hit rate 83% · disk 1.2 GB/s · RAM 4.1 GB · context 512 of 4,096`"""
+    from edgemoe.cli.output import counted
     from edgemoe.units import format_bytes
 
     rate, since = meter.recent()
     parts = [f"{rate:.1f} tok/s"] if rate else []
-    parts.append(f"{meter.generated:,} tokens")
+    parts.append(counted(meter.generated, "token"))
     if since.hit_rate is not None:
         parts.append(f"hit rate {since.hit_rate:.0%}")
     if since.read_bytes and rate:
-        source = "disk" if not hasattr(meter.engine, "device") else "RAM"
+        source = "disk" if not hasattr(meter.engine, "device") else "copies"
         parts.append(f"{source} {format_bytes(since.read_bytes * rate / since.tokens)}/s")
     vram = "as VRAM" if getattr(meter.engine, "device", None) == "cpu" else "VRAM"
     for name, held in (("RAM", since.ram_bytes), (vram, since.vram_bytes)):
@@ -310,65 +314,3 @@ def _status(meter: Meter) -> str:
             parts.append(f"{name} {format_bytes(held)}")
     engine = meter.engine
     return " · ".join([*parts, f"context {engine.position:,} of {engine.n_ctx:,}"])
-
-
-def print_summary(summary: Summary, title: str, records: Records) -> None:
-    """The figures of a generation, on standard error: standard output has the text and nothing else."""
-    from rich.text import Text
-
-    from edgemoe.cli.output import errors, say
-
-    out, rows = errors(), list(_rows(summary, title))
-    if str(records):
-        rows.append(("trace", str(records)))
-    width = 2 + max(len(name) for name, _ in rows)
-    out.print()
-    for name, words in rows:
-        say(out, Text.assemble((name.ljust(width), "bold"), words), hang=width)
-
-
-def _rows(s: Summary, title: str) -> Iterator[tuple[str, str]]:
-    from edgemoe.units import format_bytes
-
-    rate = f", {s.tokens_per_s:.1f} tok/s" if s.tokens_per_s else ""
-    yield title, f"{s.generated_tokens:,} tokens{rate}; ended: {_ENDINGS[s.finish]}; seed {s.seed}"
-    reused = f" ({s.reused_tokens:,} of them kept from before)" if s.reused_tokens else ""
-    speed = f", {s.prompt_tokens_per_s:,.0f} tok/s" if s.prompt_tokens_per_s else ""
-    first = f"; first token after {_seconds(s.first_token_s)}" if s.first_token_s is not None else ""
-    yield "prompt", f"{s.prompt_tokens:,} tokens{reused}{speed}{first}"
-    if parts := s.seconds_per_token:
-        split = ", ".join(f"{name.replace('_', ' ')} {_seconds(t)}" for name, t in parts.items() if t)
-        yield "time per token", f"{_seconds(sum(parts.values()))}: {split}"
-    d, n = s.decode, s.decode.tokens
-    if d.hit_rate is not None and n:
-        foretold = f" (predicted {s.predicted_hit_rate or 0:.1%} on the calibration's text)"
-        if s.predicted_hit_rate is None:
-            foretold = f" (no prediction: {s.unpredicted})" if s.unpredicted else ""
-        yield (
-            "experts",
-            f"hit rate {d.hit_rate:.1%}{foretold}: {d.loads / n:,.1f} loads per token, {d.hits / n:,.1f} of resident"
-            " experts",
-        )
-        moved = "reads" if s.experts_from == "disk" else "copies"
-        reads = f"{d.demand_reads / n:,.1f} demand {moved} per token"
-        if d.prefetch_reads:
-            how = f"{d.prefetch_in_time:,} in time, {d.prefetch_late:,} late, {d.prefetch_unused:,} unused"
-            reads += f", {d.prefetch_reads / n:,.1f} prefetched ({how})"
-        yield moved, f"{reads}; {format_bytes(s.bytes_per_token or 0)} per token"
-    if s.read_bytes_per_s:
-        share = f": {s.share_of_disk:.0%} of what `edgemoe probe` measured" if s.share_of_disk else ""
-        yield s.experts_from, f"{format_bytes(s.read_bytes_per_s)}/s{share}"
-    held = f"{format_bytes(d.ram_bytes)} of RAM held"
-    if s.vram_in_ram:
-        held += f", {format_bytes(d.vram_bytes)} of it in place of VRAM"
-    elif d.vram_bytes:
-        held = f"{format_bytes(d.ram_bytes)} of RAM and {format_bytes(d.vram_bytes)} of VRAM held"
-    yield "memory", f"{held}; context {s.context_tokens:,} of {s.n_ctx:,} tokens"
-
-
-def _seconds(seconds: float) -> str:
-    """`0.41 s`, `42.7 ms`, `310 µs`: three digits."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * factor >= 0.9995:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"

@@ -46,6 +46,11 @@ def errors() -> Console:
     return Console(stderr=True, highlight=False, emoji=False)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 token`, `4,096 tokens`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def table(*columns: str | Text, left: Iterable[str] = ()) -> Table:
     """A plain table: the first column and those in `left` (or without a name) to the left, figures to the right.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +37,8 @@ def run_prompts(
     `templating` is whether the prompts are a user's turns (None: where the model has a template), the instructions
     before them, and a template of one's own.
     """
+    from edgemoe.cli.generating import beyond_training
+    from edgemoe.cli.output import counted, errors, say_notes
     from edgemoe.errors import UserError
     from edgemoe.generation.parallel import Parallel, seeded
 
@@ -48,7 +49,8 @@ def run_prompts(
     with _loaded(model, places, streaming, holding, quiet) as streams:
         if not quiet:
             words = f"{streams.capacity} of {streams.model.geometry.n_experts} experts per layer have a slot in RAM"
-            print(f"note {words}, for {places} streams; policy: {streams.policy}", file=sys.stderr)  # noqa: T201
+            notes = [f"{words}, for {counted(places, 'stream')}; policy: {streams.policy}"]
+            say_notes(errors(), [*notes, *beyond_training(model, holding["n_ctx"])], ())
         work = Parallel(streams, _tokens(streams, prompts, *templating), asked)
         start = time.perf_counter()
         interrupted = _perform(work, prompts, quiet)
@@ -176,13 +178,14 @@ def _show(line: StatusLine, work: Parallel, prompts: Sequence[str], at: int, qui
 
 def _status(work: Parallel) -> str:
     """`52.1 tok/s · 8 streams · 12 of 40 prompts done · hit rate 83% · disk 1.2 GB/s · RAM 4.1 GB`"""
+    from edgemoe.cli.output import counted
     from edgemoe.units import format_bytes
 
     d, parts = work.decode, []
     if work.step_s:
         parts.append(f"{work.rows / work.step_s:.1f} tok/s")
     done = sum(written.finish is not None for written in work.written)
-    parts += [f"{work.live} streams", f"{done:,} of {work.total:,} prompts done"]
+    parts += [counted(work.live, "stream"), f"{done:,} of {counted(work.total, 'prompt')} done"]
     if d.hit_rate is not None:
         parts.append(f"hit rate {d.hit_rate:.0%}")
     if d.read_bytes and work.step_s:
@@ -222,13 +225,14 @@ def _print_summary(work: Parallel, f: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from edgemoe.cli.output import say
+    from edgemoe.cli.output import counted, say
     from edgemoe.units import format_bytes
 
     done = sum(written.finish not in (None, "interrupted") for written in work.written)
+    written = counted(f["generated_tokens"], "token")
     rows = [
-        ("texts", f"{done:,} of {work.total:,} prompts, {f['generated_tokens']:,} tokens in {f['seconds']:.1f} s"),
-        ("prompts", f"{f['prompt_tokens']:,} tokens; with them {f['overall_tokens_per_s']:.1f} tok/s overall"),
+        ("texts", f"{done:,} of {counted(work.total, 'prompt')}, {written} in {f['seconds']:.1f} s"),
+        ("prompts", f"{counted(f['prompt_tokens'], 'token')}; with them {f['overall_tokens_per_s']:.1f} tok/s overall"),
     ]
     if f["tokens_per_s"]:
         each = f", {f['tokens_per_s_per_stream']:.1f} per text" if f["tokens_per_s_per_stream"] else ""

@@ -111,10 +111,12 @@ class Records:
         self.partial = False
         """Whether the run was ended before its end."""
         self.traced_tokens = 0
+        self.verified = False
+        """Whether every slot is compared with its expert as the run goes."""
 
-    def about(self, writer: Writer, run: dict[str, Any]) -> None:
+    def about(self, writer: Writer, run: dict[str, Any], verified: bool) -> None:
         """Say in the trace what ran; where a line per token is asked for, have it decoded by itself."""
-        writer.context.singly = self._metrics is not None
+        writer.context.singly, self.verified = self._metrics is not None, verified
         if self.live:
             policy = getattr(writer.engine, "policy", None)
             self.live.about(
@@ -139,19 +141,24 @@ class Records:
             self.traced_tokens = self.live.finish(partial=self.partial)
 
     def as_json(self) -> dict[str, Any]:
-        """What became of the trace, once it is whole; nothing where none was asked for, no path where none was made."""
+        """What became of the trace, once it is whole: no path where none was written; and whether slots were compared.
+        Nothing of what was not asked for."""
+        verified = {"verify_slots": True} if self.verified else {}
         if not self.live:
-            return {}
+            return verified
         path = str(self.live.out) if self.traced_tokens else None
-        return {"trace": {"path": path, "tokens": self.traced_tokens, "partial": self.partial}}
+        return {**verified, "trace": {"path": path, "tokens": self.traced_tokens, "partial": self.partial}}
 
     def __str__(self) -> str:
-        """The same for people; empty where no trace was asked for."""
+        """What became of the trace, for people; empty where none was asked for."""
+        from edgemoe.cli.output import counted
+
         if not self.live:
             return ""
         if not self.traced_tokens:
             return "nothing was decoded: no trace was written"
-        return f"{self.live.out}: {self.traced_tokens:,} tokens; next: edgemoe stats {self.live.out}"
+        held = counted(self.traced_tokens, "token")
+        return f"{self.live.out}: {held}; next: edgemoe stats {self.live.out}"
 
 
 def inputs_of(experts: Streaming, settings: dict[str, Any], *texts: Path | None) -> list[Path]:

@@ -73,7 +73,8 @@ def run(
 
     Exit code 130 if Ctrl-C or SIGTERM ended it: the text so far and the summary are printed all the same.
     """
-    from edgemoe.cli.generating import described, loaded, perform, print_summary
+    from edgemoe.cli.figures import print_summary
+    from edgemoe.cli.generating import described, loaded, perform
     from edgemoe.cli.recording import inputs_of
     from edgemoe.errors import UserError
 

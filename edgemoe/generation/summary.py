@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from edgemoe.generation.engine import Engine, EngineStats
+from edgemoe.generation.engine import Choosing, Engine, EngineStats
 from edgemoe.generation.generate import Step
 
 _RECENT_S = 3.0
@@ -21,6 +21,7 @@ class Summary:
     seed: int
     prompt_tokens: int
     reused_tokens: int  # of the prompt, already in memory
+    read_tokens: int  # of the prompt, in memory at the end: all but where it was interrupted before
     generated_tokens: int
     first_token_s: float | None
     decode_s: float
@@ -43,7 +44,8 @@ class Summary:
 
     def then(self, later: "Summary") -> "Summary":
         """Two turns of a conversation as one; what cannot be added is the later one's."""
-        added = ("prompt_tokens", "reused_tokens", "generated_tokens", "decoded_tokens", "decode_s", "prompt", "decode")
+        tokens = ("prompt_tokens", "reused_tokens", "read_tokens", "generated_tokens", "decoded_tokens")
+        added = (*tokens, "decode_s", "prompt", "decode")
         both = {name: getattr(self, name) + getattr(later, name) for name in added}
         return replace(later, first_token_s=None, **both)
 
@@ -105,7 +107,10 @@ class Meter:
     _recent: deque[tuple[float, EngineStats]] = field(default_factory=deque)
 
     def begin(self) -> None:
-        self._start = self._first = self._last = self.engine.stats()
+        self._start = self._first = self._last = self._whole = self.engine.stats()
+        # An engine on the host counts what it did for a token even where an interrupt undoes it. Others do not, or
+        # finish the token, and some need long to tell.
+        self._undoes = isinstance(self.engine, Choosing) and self.engine.block == 1
         self.generated, self.decode_s = 0, 0.0
         self.first_token_s: float | None = None
         self.finish = "interrupted"
@@ -115,9 +120,11 @@ class Meter:
         self.generated += 1
         if step.index == 0:
             self.first_token_s = step.seconds
-            self._first = self.engine.stats()
+            self._first = self._whole = self.engine.stats()
         else:
             self.decode_s += step.seconds
+            if self._undoes:
+                self._whole = self.engine.stats()
         if step.finish:
             self.finish = step.finish
 
@@ -138,13 +145,15 @@ class Meter:
 
     def summary(self, *, seed: int, prompt_tokens: int, reused_tokens: int, **known: Any) -> Summary:
         """What happened since `begin`; `known` are fields of `Summary` that no engine can tell."""
-        now = self.engine.stats()
+        undone = self._undoes and self.finish == "interrupted" and self.generated
+        now = self._whole if undone else self.engine.stats()
         first = self._first if self.generated else now
         return Summary(
             finish=self.finish,
             seed=seed,
             prompt_tokens=prompt_tokens,
             reused_tokens=reused_tokens,
+            read_tokens=prompt_tokens if self.generated else min(self.engine.position, prompt_tokens),
             generated_tokens=self.generated,
             first_token_s=self.first_token_s,
             decode_s=self.decode_s,

@@ -73,6 +73,24 @@ def test_the_summary_speaks_of_copies(capsys: pytest.CaptureFixture[str]) -> Non
     assert "demand copies per token" in err and "in time" in err and "disk" not in err
 
 
+HELD = {
+    "llama.cpp": [],
+    "disk": ["--residency", "25%"],
+    "streams": ["--residency", "25%", "--parallel", "1"],
+    "device": ["--residency", "25%", "--device", "cpu"],
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_a_context_beyond_training_is_noted(capsys: pytest.CaptureFixture[str], held: str) -> None:
+    command = ["run", DEMO, "--threads", "1", "-p", "In the", "-n", "2", "--raw", *HELD[held]]
+    for given, noted in (([], False), (["-c", "1024"], False), (["-c", "2000"], True)):
+        assert commands.run([*command, *given]) == 0
+        said = " ".join(capsys.readouterr().err.split())
+        note = "note -c 2,000: the model was trained for 1,024 tokens of context; text beyond may be poor"
+        assert (note in said) == noted and said.count("trained for") == noted
+
+
 def test_a_conversation_keeps_its_context(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

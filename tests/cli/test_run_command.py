@@ -259,7 +259,7 @@ class TestTerminal:
 
     def test_the_line_shows_figures_and_the_terminal_is_given_back(self) -> None:
         shown = self.seen("-p", "In the beginning", "-n", "40", "--seed", "1")
-        assert re.search(r"\x1b\[24;1H\x1b\[2K.*tokens · .*RAM .*context \d+ of 1,024", shown)
+        assert re.search(r"\x1b\[24;1H\x1b\[2K.*tokens? · .*RAM .*context \d+ of 1,024", shown)
         assert "\x1b[1;23r" in shown  # the last row is kept from scrolling …
         assert shown.rindex("\x1b[r") > shown.rindex("\x1b[1;23r")  # … and given back
         assert "40 tokens" in shown
