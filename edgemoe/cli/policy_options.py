@@ -1,4 +1,4 @@
-"""Options of the commands that run a model whose experts are on disk: how much RAM, and which policy uses it."""
+"""Options of the commands that hold some of a model's experts: how many, and which policy chooses them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ExpertsHeld = Annotated[
     typer.Option(
         "--residency",
         metavar="AMOUNT",
-        help="How many experts to hold, instead of or within --ram: a share (50%), slots per layer (32) or bytes"
-        " (6GB).",
+        help="How many experts to hold: a share (50%), slots per layer (32) or bytes (6GB). With --device, on it;"
+        " else in RAM, instead of --ram or within it.",
     ),
 ]
 PolicyName = Annotated[
@@ -37,9 +37,9 @@ PolicyName = Annotated[
     typer.Option(
         "--policy",
         metavar="NAME",
-        help="With --ram or --residency: exact-lru (the default), exact-score, exact-prefetch, or one that steers the"
-        " router towards what is in RAM and so changes the text a little: cache-prior, psr, psr-gated, speculative; or"
-        " the POLICY.json of edgemoe tune.",
+        help="With --ram, --residency or --device: exact-lru (the default), exact-score, exact-prefetch, or one that"
+        " steers the router towards the experts that are held and so changes the text a little: cache-prior, psr,"
+        " psr-gated, speculative; or the POLICY.json of edgemoe tune.",
     ),
 ]
 Routing = Annotated[

@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
     from edgemoe.generation import Options
 
-ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="A GGUF file; any shard of a split one.")]
+ModelPath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL",
+        help="A GGUF file; any shard of a split one. With --device also a safetensors folder or a Hugging Face name.",
+    ),
+]
 Count = Annotated[
     int | None,
     typer.Option(

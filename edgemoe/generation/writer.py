@@ -26,8 +26,9 @@ class Writer:
     A prompt is a text to continue, or messages (`[{"role": "user", "content": "…"}]`), to which the model's chat
     template is applied. Keyword arguments are fields of `Options`. A context manager that closes the engine.
 
-    What a streaming engine's caches hold is kept, too: under a steered policy, which favours what is resident, a prompt
-    can go on differently the second time. `reset` makes the next one the first.
+    Of experts on disk, what the caches hold is kept, too: under a steered policy, which favours what is resident, a
+    prompt can go on differently the second time. Of experts in RAM with slots on a device, the policy goes back with
+    the context, and the text is the same. `reset` makes the next prompt the first.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -32,6 +32,7 @@ def test_every_example_runs(tmp_path, monkeypatch, capsys):
         exec(compile(example, str(PAGE), "exec"), names)
     said = capsys.readouterr().out
     assert "of the experts" in said and "hit rate" in said
+    assert names["first"] == names["again"] != ""
     assert [message["role"] for message in names["messages"]] == ["user", "assistant", "user", "assistant", "user"]
     assert {"load.png", "reuse.svg", "working-set.png", "similarity.png"} <= {
         path.name for path in (tmp_path / "pictures").iterdir()
