@@ -4,14 +4,12 @@ Verb modules import nothing heavy at the top: `edgemoe --help` must answer at on
 before it is ready for Ctrl-C.
 """
 
-import errno
 import os
 import sys
-from contextlib import suppress
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_FULL = ("ENOSPC", "EDQUOT", "EFBIG", "EIO")
 _interrupts: list[int] = []  # SIGINTs that have arrived
 
 
@@ -25,6 +23,7 @@ def main() -> None:
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     try:
+        _fill_in()
         sys.exit(_code())
     except KeyboardInterrupt:
         _say_interrupted()
@@ -41,6 +40,13 @@ def main() -> None:
             signal.signal(signal.SIGINT, before)
 
 
+def _fill_in() -> None:
+    """Put the null device where a standard stream was closed: no other file may get its number, and be written to."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115
+
+
 def _interrupt(number: int, _: object) -> None:
     _interrupts.append(number)
     raise KeyboardInterrupt
@@ -52,6 +58,8 @@ def _say_interrupted() -> None:
 
 
 def _say(line: str) -> None:
+    from contextlib import suppress
+
     with suppress(OSError):  # standard error may be what is full
         print("edgemoe:", line, file=sys.stderr, flush=True)  # noqa: T201
 
@@ -62,6 +70,8 @@ def _drop_output() -> None:
 
 
 def _code() -> int:
+    from errno import errorcode
+
     from edgemoe.cli.commands import run
     from edgemoe.errors import UserError
 
@@ -74,7 +84,7 @@ def _code() -> int:
         _say(" ".join(str(error).splitlines()))
         code = 2
     except OSError as error:
-        if _interrupts or error.errno not in _FULL:
+        if _interrupts or errorcode.get(error.errno or 0) not in _FULL:
             raise
         _say(f"{error.filename or _full_output()}: cannot be written ({error.strerror})")
         code = 2

@@ -1,5 +1,6 @@
 """The command as a whole: it answers at once, errors are one line, the documentation is what --help says."""
 
+import json
 import os
 import subprocess
 import sys
@@ -128,15 +129,14 @@ def test_a_reader_that_has_gone_is_no_error(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "unbuffered"),
     [
-        ("info", DEMO),
-        ("info", DEMO, "--json"),
-        ("run", DEMO, "--threads", "1", "-p", "a", "-n", "2", "--json"),
-        ("run", DEMO, "--threads", "1", "-p", "a", "-n", "9"),
-        ("--help",),
+        (("info", DEMO), ""),
+        (("info", DEMO, "--json"), "1"),
+        (("run", DEMO, "--threads", "1", "-p", "a", "-n", "2", "--json"), ""),
+        (("run", DEMO, "--threads", "1", "-p", "a", "-n", "9"), ""),
+        (("--help",), ""),
     ],
 )
 def test_an_output_that_is_full_is_one_line(arguments: tuple[str, ...], unbuffered: str) -> None:
@@ -156,6 +156,20 @@ def test_errors_that_cannot_be_told_have_their_exit_code(arguments: tuple[str, .
     command = [sys.executable, "-m", "edgemoe.cli", *arguments]
     with Path("/dev/full").open("w") as full:
         assert subprocess.run(command, stdout=subprocess.PIPE, stderr=full, timeout=600).returncode == 2
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_standard_stream_may_be_closed(closed: str, tmp_path: Path) -> None:
+    """What would go there is lost, and nothing else: no file that is opened gets its number."""
+    shell = f'"$@" -p a -n 2 --seed 1 --metrics m.jsonl {closed}; echo "$?" > code'
+    command = [sys.executable, "-m", "edgemoe.cli", "run", DEMO, "--threads", "1"]
+    done = subprocess.run(["bash", "-c", shell, "run", *command], cwd=tmp_path, capture_output=True, text=True)
+    assert (tmp_path / "code").read_text() == "0\n" and "Traceback" not in done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert [line["index"] for line in lines] == [0, 1]
+    text = "".join(line["text"] for line in lines)
+    assert done.stdout == ("" if ">&- " in f"{closed} ".replace("2>&-", "") else f"{text}\n")
+    assert ("generated" in done.stderr) == ("2>&-" not in closed)
 
 
 def test_another_error_of_the_system_is_no_mistake_of_a_person() -> None:
