@@ -99,7 +99,7 @@ used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 for more in (400 << 20, 8 << 30):
     resource.setrlimit(resource.RLIMIT_AS, (used + more, resource.RLIM_INFINITY))
     try:
-        with load(sys.argv[1], n_ctx=100_000, **settings) as writer:
+        with load(sys.argv[1], n_ctx=50_000, **settings) as writer:
             writer.engine.prefill([1, 2, 3])
             print("loaded")
     except UserError as error:
