@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,14 +26,20 @@ def handlers() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy: whatever a run does to its model here, the one that other tests need stays whole."""
+    return Path(shutil.copy(DEMO, tmp_path_factory.mktemp("model")))
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in ("old.jsonl", "prompt.txt", "t.jinja", "c.calib", "plan.json"):
         (tmp_path / name).write_text("precious")
     (tmp_path / "link.jsonl").symlink_to("prompt.txt")
     (tmp_path / "dangling.jsonl").symlink_to("elsewhere.jsonl")
-    (tmp_path / "model.gguf").symlink_to(DEMO)
+    (tmp_path / "model.gguf").symlink_to(model)
     return tmp_path
 
 
@@ -64,6 +71,7 @@ def test_what_a_run_reads_is_never_replaced(
     with pytest.raises(UserError, match=f"{option} {name}: is what the run reads: choose another name"):
         commands.run(["run", "model.gguf", *SHORT, *prompt, option, name, *more])
     assert content(folder) == before and names(folder) == sorted([*before, "dangling.jsonl", "model.gguf"])
+    assert (folder / "model.gguf").stat().st_size == Path(DEMO).stat().st_size
 
 
 def test_the_text_on_standard_input_is_never_replaced(folder: Path) -> None:
