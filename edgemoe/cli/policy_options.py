@@ -49,7 +49,12 @@ Eviction = Annotated[
     str | None, typer.Option("--eviction", metavar="NAME", help="Change --policy: lru, lfu, static or score.")
 ]
 Prefetch = Annotated[
-    str | None, typer.Option("--prefetch", metavar="NAME", help="Change --policy: none, pre-gate or token-prior.")
+    str | None,
+    typer.Option(
+        "--prefetch",
+        metavar="NAME",
+        help="Change --policy: none, pre-gate or token-prior, which needs a calibration.",
+    ),
 ]
 Lambda = Annotated[
     float | None, typer.Option("--lambda", metavar="X", help="Change --policy: bonus of resident experts.")
@@ -112,7 +117,11 @@ TopJ = Annotated[
 ]
 Scale = Annotated[
     str | None,
-    typer.Option("--scale", metavar="fixed|running", help="Change --policy: where the bonus's mean range comes from."),
+    typer.Option(
+        "--scale",
+        metavar="fixed|running",
+        help="Change --policy: where the bonus's mean range comes from; fixed needs a calibration.",
+    ),
 ]
 Tau = Annotated[
     float | None, typer.Option("--tau", metavar="X", help="Change --policy: tolerance of --routing tau, 0 to 1.")
