@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from rich.table import Table
 
+    from edgemoe.bench.gpu.rows import Row
     from edgemoe.bench.gpu.run import Report
+
+    Columns = dict[str, Callable[[Row], str]]
 
 
 def show(report: Report, written: Iterable[Path] = ()) -> None:
@@ -30,12 +33,13 @@ def show(report: Report, written: Iterable[Path] = ()) -> None:
 
 
 def _head(report: Report) -> str:
+    from edgemoe.cli.output import counted
     from edgemoe.units import format_bytes
 
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    count, done = len(report.domains), report.ended.rounds
-    windows = f"{count} window{'s' * (count > 1)} of up to {report.window_tokens} tokens ({', '.join(report.domains)})"
-    lines = [f"{report.subject} on {report.card}; {versions}", f"{windows}, {done} round{'s' * (done != 1)}"]
+    windows = f"{counted(len(report.domains), 'window')} of up to {counted(report.window_tokens, 'token')}"
+    windows += f" ({', '.join(report.domains)}), {counted(report.ended.rounds, 'round')}"
+    lines = [f"{report.subject} on {report.card}; {versions}", windows]
     if (rates := report.rates) is not None:
         link = f"{format_bytes(rates.link)}/s in large copies, {format_bytes(rates.link_expert)}/s in copies of "
         lines.append(f"link {link}{format_bytes(report.expert_bytes)}; memory {format_bytes(rates.memory)}/s")
@@ -58,54 +62,53 @@ _WIDE = 120  # columns of a terminal that take hashes, too
 def _rows(report: Report, width: int) -> Table:
     """Without KL where there is none, and without what --json has where a terminal is narrow."""
     shown = [row for row in report.rows if not row.problem]
-    columns = {
-        "ms per token": [row.label for row in shown],
-        "slots": [str(row.slots) for row in shown],
-        "mean": [_ms(row.mean) for row in shown],
-        "p50": [_ms(row.p50) for row in shown],
-        "p99": [_ms(row.p99) for row in shown],
-        "least": [_ms(row.timeline_s) for row in shown],
-        "× least": [_number(row.over_timeline) for row in shown],
-        "link": [_ms(row.link_s) for row in shown],
-        "above floor": [_ms(row.above_floor) for row in shown],
-        "per copy": [_ms(row.per_copy) for row in shown],
+    columns: Columns = {
+        "ms per token": lambda row: row.label,
+        "slots": lambda row: str(row.slots),
+        "mean": lambda row: _ms(row.mean),
+        "p50": lambda row: _ms(row.p50),
+        "p99": lambda row: _ms(row.p99),
+        "least": lambda row: _ms(row.timeline_s),
+        "× least": lambda row: _number(row.over_timeline),
+        "link": lambda row: _ms(row.link_s),
+        "above floor": lambda row: _ms(row.above_floor),
+        "per copy": lambda row: _ms(row.per_copy),
     }
     if any(row.kl is not None for row in shown):
-        columns["KL"] = ["–" if row.kl is None else f"{row.kl:.4f}" for row in shown]
+        columns["KL"] = lambda row: "–" if row.kl is None else f"{row.kl:.4f}"
     if width >= _WIDE:
-        columns["config"] = [row.config for row in shown]
+        columns["config"] = lambda row: row.config
     else:
         del columns["p50"]
-    return _by_columns(columns)
+    return _by_columns(columns, shown)
 
 
 def _copies(report: Report, width: int) -> Table:
     from edgemoe.units import format_bytes
 
-    shown = [row for row in report.rows if not row.problem and row.copies]
-    columns = {
-        "copies per token": [row.label for row in shown],
-        "slots": [str(row.slots) for row in shown],
-        "demand": [_number(row.demand) for row in shown],
-        "prefetch": [_number(row.prefetch) for row in shown],
-        "in time": [_number(row.in_time) for row in shown],
-        "late": [_number(row.late) for row in shown],
-        "unused": [_number(row.unused) for row in shown],
-        "bytes": [format_bytes(row.copied_bytes or 0.0) for row in shown],
+    columns: Columns = {
+        "copies per token": lambda row: row.label,
+        "slots": lambda row: str(row.slots),
+        "demand": lambda row: _number(row.demand),
+        "prefetch": lambda row: _number(row.prefetch),
+        "in time": lambda row: _number(row.in_time),
+        "late": lambda row: _number(row.late),
+        "unused": lambda row: _number(row.unused),
+        "bytes": lambda row: format_bytes(row.copied_bytes or 0.0),
     }
     if width >= _WIDE:
-        columns["decided"] = [f"{_number(row.decided_demand)}+{_number(row.decided_prefetch)}" for row in shown]
-        columns["replaced"] = [_number(row.replaced) for row in shown]
-    columns["as decided"] = ["–" if row.agrees is None else "yes" if row.agrees else "NO" for row in shown]
-    return _by_columns(columns)
+        columns["decided"] = lambda row: f"{_number(row.decided_demand)}+{_number(row.decided_prefetch)}"
+        columns["replaced"] = lambda row: _number(row.replaced)
+    columns["as decided"] = lambda row: "–" if row.agrees is None else "yes" if row.agrees else "NO"
+    return _by_columns(columns, [row for row in report.rows if not row.problem and row.copies])
 
 
-def _by_columns(columns: dict[str, list[str]]) -> Table:
+def _by_columns(columns: Columns, rows: Iterable[Row]) -> Table:
     from edgemoe.cli.output import table
 
     made = table(*columns)
-    for cells in zip(*columns.values(), strict=True):
-        made.add_row(*cells)
+    for row in rows:
+        made.add_row(*(cell(row) for cell in columns.values()))
     return made
 
 

@@ -133,8 +133,10 @@ def beyond_training(model: Path, n_ctx: int | None) -> Iterator[str]:
     """What to know of a context that was asked for: not every model goes on well behind what it was trained for."""
     from edgemoe.model import read_model
 
+    if n_ctx is None:
+        return
     trained = read_model(model).geometry.n_ctx
-    if n_ctx is not None and 0 < trained < n_ctx:
+    if 0 < trained < n_ctx:
         yield f"-c {n_ctx:,}: the model was trained for {trained:,} tokens of context; text beyond may be poor"
 
 

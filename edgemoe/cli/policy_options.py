@@ -194,10 +194,9 @@ class Streaming:
 
     def check_model(self, model: Path) -> None:
         """Raise `UserError` for a policy file that was tuned for another model."""
-        if self.policy is not None and self.policy.endswith(".json"):
-            from edgemoe.generation.tuned import check_policy_file
+        from edgemoe.generation.tuned import check_policy_file
 
-            check_policy_file(self.policy, model)
+        check_policy_file(self.policy, model)
 
     def overrides(self) -> dict[str, Any]:
         """The fields of the policy that were given."""

@@ -163,7 +163,9 @@ class Records:
 
 def inputs_of(experts: Streaming, settings: dict[str, Any], *texts: Path | None) -> list[Path]:
     """What a run reads besides the model: texts, and what its policy comes from; `settings` are those of `load`."""
-    policy = Path(experts.policy) if experts.policy and experts.policy.endswith(".json") else None
+    from edgemoe.policy.policy_file import is_policy_file
+
+    policy = Path(experts.policy) if experts.policy and is_policy_file(experts.policy) else None
     read = (policy, settings.get("calibration"), settings.get("plan"), *texts)
     return [path for path in read if path is not None]
 

@@ -61,16 +61,9 @@ class Alone:
         for record in (self.copies.claims, self.copies.done):
             record.fill_(1)
 
-    def decide(
-        self,
-        layer: int | None,
-        following: int | None,
-        scores: torch.Tensor | None = None,
-        pregate: torch.Tensor | None = None,
-        gates: torch.Tensor | None = None,
-    ) -> None:
-        """Arguments as `DevicePolicy.arguments` has them."""
-        arguments, constants = self.policy.arguments(layer, following, scores, pregate, gates)
+    def decide(self, layer: int | None, following: int | None, *given: torch.Tensor | None) -> None:
+        """Arguments as `DevicePolicy.arguments` has them, in that order."""
+        arguments, constants = self.policy.arguments(layer, following, *given)
         deciding.decide[(1,)](
             *arguments, self._stop, *self.copies.arguments, C=self.capacity, CHUNKS=1, EARLY=False, **constants
         )

@@ -5,7 +5,6 @@ from typing import Any
 
 from edgemoe.errors import UserError
 from edgemoe.policy import Policy, preset
-from edgemoe.policy.config import relevant
 from edgemoe.units import parse_count
 
 DEFAULT = (
@@ -38,17 +37,13 @@ def parse_policies(text: str, lambdas: Sequence[float] = (LAMBDA,)) -> dict[str,
             shown = ":".join([name, *(change for change in changes if not change.startswith(_LAMBDA))])
             found[f"{shown} λ{fields['lam']:g}"] = plain
             continue
-        if not _has_lambda(plain):
+        if not plain.uses_bonus:
             found[item] = plain
             continue
         for lam in lambdas:
             label = f"{item} λ{lam:g}" if len(lambdas) > 1 else item
             found[label] = preset(name, **fields, lam=lam)
     return found
-
-
-def _has_lambda(policy: Policy) -> bool:
-    return relevant(routing=policy.routing, prefetch=policy.prefetch, gate=policy.gate)["lam"]
 
 
 def _change(item: str, change: str) -> tuple[str, Any]:

@@ -7,7 +7,7 @@ time that it takes.
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,7 +60,7 @@ def recording_of(trace: Trace, windows: int, tokens: int) -> Recording:
             "the demo model's routing is taken"
         )
     if trace.delta is not None and trace.warm is not None:
-        return _cut(trace, _in_turn(trace, range(len(trace.domains)), tokens)[:windows], tokens)
+        return _cut(trace, _in_turn(trace, list(range(len(trace.domains))), tokens)[:windows], tokens)
     return _halved(trace, windows, tokens)
 
 
@@ -103,15 +103,16 @@ def _cut(trace: Trace, numbers: Sequence[int], tokens: int, notes: tuple[str, ..
     )
 
 
-def _in_turn(trace: Trace, numbers: Iterable[int], tokens: int) -> list[int]:
+def _in_turn(trace: Trace, numbers: list[int], tokens: int) -> list[int]:
     """These windows' numbers, the first of every domain before the second of any. The tail of a text is none where
     others have the tokens."""
     domains, lengths = trace.domains, np.diff(np.append(trace.windows, trace.n_tokens))
-    numbers = list(numbers)
-    least = min(tokens, max(int(lengths[number]) for number in numbers))
+    least = min(tokens, int(lengths[numbers].max()))
     seen: dict[str, int] = {}
     order = []
-    for number in (number for number in numbers if lengths[number] >= least):
+    for number in numbers:
+        if lengths[number] < least:
+            continue
         seen[domains[number]] = seen.get(domains[number], -1) + 1
         order.append((seen[domains[number]], number))
     return [number for _, number in sorted(order)]

@@ -15,8 +15,7 @@ from edgemoe.bench.gpu.limits import Rates, compute_of
 from edgemoe.bench.gpu.measure import Timed
 from edgemoe.bench.gpu.subject import Subject
 from edgemoe.bench.gpu.timeline import timeline
-from edgemoe.policy import preset
-from edgemoe.policy.config import relevant
+from edgemoe.policy import Policy, preset
 from edgemoe.stats import Ratio, log_ratio
 
 QUANTILES = 101
@@ -197,10 +196,6 @@ def is_preset(row: Row, name: str, *, any_lambda: bool = False) -> bool:
     return {**row.policy, **free} == {**asdict(preset(name)), **free}
 
 
-def _steers(row: Row) -> bool:
-    return relevant(**{name: row.policy[name] for name in ("routing", "prefetch", "gate")})["lam"]
-
-
 def beside(rows: Sequence[Row]) -> list[Beside]:
     """Every other row against those of psr and psr-gated with the same slots and executor, at the same λ where it has
     one.
@@ -214,7 +209,7 @@ def beside(rows: Sequence[Row]) -> list[Beside]:
             continue
         for slow in rows:
             same = (slow.slots, slow.executor) == (fast.slots, fast.executor)
-            same = same and (slow.policy["lam"] == fast.policy["lam"] or not _steers(slow))
+            same = same and (slow.policy["lam"] == fast.policy["lam"] or not Policy(**slow.policy).uses_bonus)
             paired = min(len(slow.rounds), len(fast.rounds)) >= 2 and len(slow.rounds) == len(fast.rounds)
             if slow is fast or not same or not paired:
                 continue
