@@ -41,7 +41,7 @@ class Tuning:
     gate_and_up: Cut = Cut(2, 2048)
     down: Cut = Cut(1, 512, registers=64)
     output: Cut = Cut(4, 2048)
-    splits: int = 16  # of a head's positions; the token itself has one more
+    splits: int = 15  # of a head's positions; the token itself has one more
     positions: int = 64  # at once
     copy_blocks: int = 16
     copy_warps: int = 8

@@ -34,6 +34,16 @@ def rotated(straight, crossed, cos, sin, D: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
+def asked_for(keys, values, rows, here, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys and values [N, D] of a head at positions rows [N], of those before here."""
+    places = rows.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+    there = (rows < here)[:, None]
+    k = tl.load(keys + places, mask=there, other=0.0, cache_modifier=".cg")
+    v = tl.load(values + places, mask=there, other=0.0, cache_modifier=".cg")
+    return k, v
+
+
+@triton.jit
 def taken_in(q, k, v, there, best, total, mixed):  # type: ignore[no-untyped-def]
     """Softmax over some more positions: k, v [N, D], there [N]. best, total and mixed [D] are of those so far."""
     score = tl.where(there, tl.sum(k.to(tl.float32) * q[None, :], 1), -float("inf"))
@@ -53,9 +63,11 @@ def attend(  # type: ignore[no-untyped-def]
     """Append this token's key and value, and attend over the positions up to it. Grid: (heads, SPLITS + 1).
 
     Each split has every SPLITS-th block of the positions before; the last one has this token alone, whose key must be
-    made first. qkv [(H + 2·Hkv)·D] float32; keys, values [Hkv, n_ctx, D] of one layer; cos, sin [n_ctx, D] float32;
-    position [1] int64. Out: y [H·D] float32. Between the blocks of a head: partial [H, SPLITS + 1, D + 2] float32, the
-    maximum, the sum and the weighted values of each split; ended [H] int32, how many are there, zero again afterwards.
+    made first. Splits for which there is no block take no part.
+    qkv [(H + 2·Hkv)·D] float32; keys, values [Hkv, n_ctx, D] of one layer; cos, sin [n_ctx, D] float32; position [1]
+    int64. Out: y [H·D] float32. Between the blocks of a head: partial [H, SPLITS + 1, D + 2] float32, the maximum, the
+    sum and the weighted values of each split that takes part; ended [H] int32, how many of them have ended, zero again
+    afterwards.
     """
     head = tl.program_id(0)
     split = tl.program_id(1)
@@ -64,17 +76,16 @@ def attend(  # type: ignore[no-untyped-def]
     nth = tl.arange(0, BLOCK)
     stopped = tl.load(stop)
     here = tl.load(position).to(tl.int32)
+    used = tl.minimum(tl.cdiv(here, BLOCK), SPLITS)
     # The first block is asked for before this token's query is there.
     begin = tl.where(split == SPLITS, here, split * BLOCK)
-    cache = kv.to(tl.int64) * n_ctx * D
-    rows = begin + nth
-    places = cache + rows.to(tl.int64)[:, None] * D + at[None, :]
-    k = tl.load(keys + places, mask=(rows < here)[:, None], other=0.0, cache_modifier=".cg")
-    v = tl.load(values + places, mask=(rows < here)[:, None], other=0.0, cache_modifier=".cg")
+    keys += kv.to(tl.int64) * n_ctx * D
+    values += kv.to(tl.int64) * n_ctx * D
+    k, v = asked_for(keys, values, begin + nth, here, D)
     angle_cos = tl.load(cos + here.to(tl.int64) * D + at)
     angle_sin = tl.load(sin + here.to(tl.int64) * D + at)
     await_previous(EARLY)
-    if stopped == 0:
+    if (stopped == 0) & ((split < used) | (split == SPLITS)):
         straight, crossed = normed(qkv, q_norm, head, eps, clip, N_HEADS * D, Q_P, D, CLIPS)
         q = rotated(straight, crossed, angle_cos, angle_sin, D) * (1.0 / tl.sqrt(float(D)))
         best = -float("inf")
@@ -88,27 +99,26 @@ def attend(  # type: ignore[no-untyped-def]
             if CLIPS:
                 fresh = tl.minimum(tl.maximum(fresh, -clip), clip)
             new_v = fresh.to(keys.dtype.element_ty)
-            tl.store(keys + cache + here.to(tl.int64) * D + at, new_k)
-            tl.store(values + cache + here.to(tl.int64) * D + at, new_v)
+            tl.store(keys + here.to(tl.int64) * D + at, new_k)
+            tl.store(values + here.to(tl.int64) * D + at, new_v)
             best = tl.sum(new_k.to(tl.float32) * q, 0)
             total = 1.0
             mixed = new_v.to(tl.float32)
         else:
-            best, total, mixed = taken_in(q, k, v, rows < here, best, total, mixed)
-            for start in range(begin + SPLITS * BLOCK, here, SPLITS * BLOCK):
+            for start in range(begin, here, SPLITS * BLOCK):
+                # The next block is asked for before this one is taken in.
                 rows = start + nth
-                places = cache + rows.to(tl.int64)[:, None] * D + at[None, :]
-                k = tl.load(keys + places, mask=(rows < here)[:, None], other=0.0)
-                v = tl.load(values + places, mask=(rows < here)[:, None], other=0.0)
+                next_k, next_v = asked_for(keys, values, rows + SPLITS * BLOCK, here, D)
                 best, total, mixed = taken_in(q, k, v, rows < here, best, total, mixed)
+                k, v = next_k, next_v
         out = partial + (head * (SPLITS + 1) + split) * (D + 2)
         tl.store(out, best)
         tl.store(out + 1, total)
         tl.store(out + 2 + at, mixed)
         tl.debug_barrier()  # all threads' stores come before the count
-        if tl.atomic_add(ended + head, 1, sem="acq_rel") == SPLITS:
+        if tl.atomic_add(ended + head, 1, sem="acq_rel") == used:
             each = tl.arange(0, triton.next_power_of_2(SPLITS + 1))
-            there = each <= SPLITS
+            there = (each < used) | (each == SPLITS)
             parts = partial + (head * (SPLITS + 1) + each) * (D + 2)
             bests = tl.load(parts, mask=there, other=-float("inf"), volatile=True)
             shares = tl.exp(bests - tl.max(bests, 0))
