@@ -59,15 +59,19 @@ def test_json_is_one_object_with_the_same_numbers(qwen: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_header_of_full_size_takes_little_time(qwen: Path) -> None:
-    """Processor time, because that is what the command owns on a shared machine; best of three."""
-    spent = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert info(qwen).returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(spent) <= 0.6
+def test_a_header_of_full_size_takes_little_more_than_a_small_one(qwen: Path, tmp_path: Path) -> None:
+    """Processor time of both in turns, the least of three: a vocabulary that is read word by word takes seconds."""
+    [small] = write_synthetic(tmp_path / "small.gguf", "qwen3moe")
+    spent = [(_processor_time(qwen), _processor_time(small)) for _ in range(3)]
+    whole, little = (min(times) for times in zip(*spent, strict=True))
+    assert whole <= 2 * little
+
+
+def _processor_time(model: Path) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert info(model).returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_deepseek_and_dense_models(tmp_path: Path) -> None:
