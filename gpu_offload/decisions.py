@@ -44,11 +44,13 @@ def _select_without(c: Cache, layer: int, z: np.ndarray, absent: np.ndarray) -> 
 
 
 @kernel
-def _decide(block, layer, parts, g, prior, z, absent, executed, counts, copies, places):  # type: ignore[no-untyped-def]
+def _decide(  # type: ignore[no-untyped-def]
+    block, layer, parts, room, g, prior, z, absent, executed, counts, copies, places
+):  # fmt: skip
     """These parts of a layer's step for each of T tokens in turn.
 
-    z [T, E]; g and prior [T, E], or [0, E] without; absent [E] bool, or [0]; out: executed [T, k], counts [T, 2],
-    copies and places [T, 2, E].
+    room: prefetches of a token at most; z [T, E]; g and prior [T, E], or [0, E] without; absent [E] bool, or [0];
+    out: executed [T, k], counts [T, 2], copies and places [T, 2, E].
     """
     c = attach(block)
     for t in range(len(z)):
@@ -58,7 +60,7 @@ def _decide(block, layer, parts, g, prior, z, absent, executed, counts, copies, 
             algorithm1.freeze(c, layer)
             counts[t, 0] = 0
             if c.prefetch == TOKEN_PRIOR or (c.prefetch == PRE_GATE and len(g)):
-                algorithm1.prefetch(c, layer, g[t] if len(g) else c.biased)
+                algorithm1.prefetch(c, layer, g[t] if len(g) else c.biased, room)
                 _note(c, 0, counts[t], copies[t], places[t])
         if parts & PART_2:
             if len(absent):
@@ -94,9 +96,14 @@ class Decisions:
         for t, token in enumerate(tokens.tolist() if self._prior else []):
             self._priors[:, t] = self._prior.prior_row(token)  # type: ignore[union-attr]
 
-    def part1(self, layer: int, pregate: np.ndarray | None = None) -> list[tuple[int, int]]:
-        """Priorities and part 1 of a layer in a decode, by its pre-gate [E] if it has one: copies (expert, slot)."""
-        self._decide(layer, PART_1, 1, pregate)
+    def part1(
+        self, layer: int, pregate: np.ndarray | None = None, *, room: int = algorithm1.NO_LIMIT
+    ) -> list[tuple[int, int]]:
+        """Priorities and part 1 of a layer in a decode, by its pre-gate [E] if it has one: copies (expert, slot).
+
+        room: how many at most, where what the link has room for throttles prefetch (PSR paper §6.1).
+        """
+        self._decide(layer, PART_1, 1, pregate, room=room)
         return self._pairs(layer, 0)
 
     def part2(self, layer: int, scores: np.ndarray, absent: np.ndarray = _ALL_THERE) -> list[tuple[int, int]]:
@@ -116,7 +123,13 @@ class Decisions:
         return self.executed[layer, :count]
 
     def _decide(
-        self, layer: int, parts: int, count: int, pregate: np.ndarray | None, absent: np.ndarray = _ALL_THERE
+        self,
+        layer: int,
+        parts: int,
+        count: int,
+        pregate: np.ndarray | None,
+        absent: np.ndarray = _ALL_THERE,
+        room: int = algorithm1.NO_LIMIT,
     ) -> None:
         nothing = g = self.scores[layer, :0]
         if self.has_pregate[layer] and pregate is not None:
@@ -126,6 +139,7 @@ class Decisions:
             self.cache.block,
             layer,
             parts,
+            room,
             g,
             self._priors[layer, :count] if self._prior else nothing,
             self.scores[layer, :count],

@@ -22,6 +22,7 @@ from edgemoe.gpu_offload.host_driven_link import CopyStream, Link, MemoryLink, S
 from edgemoe.gpu_offload.host_driven_prompt import HostPrompt
 from edgemoe.gpu_offload.host_executor import HostExecutor
 from edgemoe.gpu_offload.weights import Weights
+from edgemoe.policy import algorithm1
 
 Physical = Literal["no", "issued", "arrived"]
 IN_FLIGHT = 2  # prefetch copies, as in the paper
@@ -41,24 +42,29 @@ class HostDrivenExecutor(HostExecutor):
         n_ctx: int,
         in_flight: int = IN_FLIGHT,
         physical: bool | Physical = "no",
+        throttled: bool = False,
         link_gbps: float | None = None,
         delay_s: float = 0.0,
         seed: int = 0,
         recorded: torch.Tensor | None = None,
     ) -> None:
         """in_flight: m, prefetch copies on the link at most. physical: routing favours residents only once their copy
-        is issued (paper, Table 1) or has arrived (True); its outputs depend on timing. Prompts route on the logical
-        cache. link_gbps: slow the link to so many 10⁹ bytes per second; delay_s: hold each copy back by a random time
-        up to this, drawn from `seed`. recorded: routing that decodes follow (`TokenLayers`).
+        is issued (paper, Table 1) or has arrived (True); its outputs depend on timing. throttled: part 1 inserts no
+        more than the link has room for (§6.1, the best exact baseline): what is resident depends on timing, and so do
+        the outputs unless routing is exact. Prompts follow the logical cache alone in either case. link_gbps: slow the
+        link to so many 10⁹ bytes per second; delay_s: hold each copy back by a random time up to this, drawn from
+        `seed`. recorded: routing that decodes follow (`TokenLayers`).
 
         Raises `UserError` where the device refuses the memory.
         """
         if in_flight < 1:
             raise UserError(f"{in_flight} prefetch copies in flight: give at least 1")
+        self._throttled = throttled
         self._physical = ("arrived" if physical else "no") if isinstance(physical, bool) else physical
         device = weights.embedding.device
         slow = "" if link_gbps is None and not delay_s else f", link {link_gbps} GB/s, delays to {delay_s} s"
-        self.name = f"host-driven {device.type}, {in_flight} in flight, physical {self._physical}{slow}"
+        throttle = ", throttled" if throttled else ""
+        self.name = f"host-driven {device.type}, {in_flight} in flight, physical {self._physical}{throttle}{slow}"
         try:
             super().__init__(weights, decisions)
             self._layers = TokenLayers(weights, self.slots, n_ctx=n_ctx, recorded=recorded)
@@ -111,7 +117,8 @@ class HostDrivenExecutor(HostExecutor):
     def _predict(self, layer: int, pregate: np.ndarray | None) -> None:
         """Part 1 of a layer; then, at this boundary between layers, prefetches that the link has room for."""
         begun = time.perf_counter()
-        predicted = self.decisions.part1(layer, pregate)
+        room = self._copies.room() if self._throttled else algorithm1.NO_LIMIT
+        predicted = self.decisions.part1(layer, pregate, room=room)
         self.counters.policy_s += time.perf_counter() - begun
         self._copies.predict(layer, predicted)
         self._copies.boundary()

@@ -54,16 +54,17 @@ class Copies:
     def boundary(self) -> None:
         """Send queued prefetches, as many as may be in flight; one whose slot was given away, or that was sent on
         demand meanwhile, is dropped."""
-        while self._queue and self._has_room():
+        while self._queue and self.room():
             p = self._queue.popleft()
             if self._is_wanted(p):
                 self._flying.append(self._send(p.layer, p.expert, p.slot))
                 self._counters.prefetch += 1
                 self._counters.unused += p.passed
 
-    def _has_room(self) -> bool:
+    def room(self) -> int:
+        """How many prefetches may be sent now."""
         self._flying = [arrival for arrival in self._flying if not arrival.done()]
-        return len(self._flying) < self._in_flight
+        return self._in_flight - len(self._flying)
 
     def _is_wanted(self, p: Prefetch) -> bool:
         return bool(self._slot_of[p.layer, p.expert] == p.slot and self._slots.held[p.layer, p.slot] != p.expert)

@@ -83,7 +83,8 @@ class Rows:
             "--executors",
             metavar="LIST",
             help="device (one graph per token), host (a host in every layer, as in the paper), physical (that, routing"
-            " on the experts whose copies are issued), cpu. Default: the device's.",
+            " on the experts whose copies are issued), throttled (host, prefetching what the link has room for), cpu."
+            " Default: the device's.",
         ),
     ] = None
     rounds: Annotated[int, typer.Option("--rounds", metavar="N", min=1, help="Rounds of all rows in turns.")] = 3

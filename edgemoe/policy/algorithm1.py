@@ -16,6 +16,7 @@ from edgemoe.policy.state import CACHE_PRIOR, LFU, LRU, SPECULATIVE, STATIC, TAU
 FAST_DECAY, FAST_GAIN = np.float32(0.5), np.float32(0.5)
 SLOW_DECAY, SLOW_GAIN = np.float32(0.98), np.float32(0.02)
 MASKED = np.float32(-np.inf)
+NO_LIMIT = 2**62
 
 
 @kernel
@@ -124,11 +125,14 @@ def bias(c: Cache, layer: int, z: np.ndarray, extra: np.float32) -> None:
 
 
 @kernel
-def prefetch(c: Cache, layer: int, g: np.ndarray) -> None:
+def prefetch(c: Cache, layer: int, g: np.ndarray, room: int = NO_LIMIT) -> None:
     """Part 1 for `layer`, lines 2–12: the prefetch copies stand in the first `n_copies` of `copy_expert`, `copy_slot`.
 
     g [E] float32 are the pre-gate's scores. Prefetch by token prior ranks the A priority in their place, where an
     expert of which nothing is known (A priority zero) is no candidate.
+
+    room: insertions that the caller lets through, however large the budget is. Prefetch that is throttled by what the
+    link has room for (PSR §6.1) passes it, and so lets the time that copies take decide. Nothing else does.
     """
     k = c.top_k[layer]
     least = MASKED
@@ -158,7 +162,7 @@ def prefetch(c: Cache, layer: int, g: np.ndarray) -> None:
             continue
         if c.slot_of[layer, e] >= 0:  # line 6
             c.protected[layer, e] = 1  # line 7
-        elif c.n_copies[0] < c.budget:  # line 8
+        elif c.n_copies[0] < min(c.budget, room):  # line 8
             insert(c, layer, e)  # lines 9, 10; |R| is always C
             c.protected[layer, e] = 1
 

@@ -79,9 +79,10 @@ def test_a_limit_is_the_faster_of_what_was_measured_before_and_behind_the_rounds
     assert exact.link_s == pytest.approx(exact.copied_bytes / 3e9)
 
 
-def test_routing_on_the_physical_cache_is_held_to_no_decision() -> None:
-    report = bench_gpu(settings(executors=("physical",), rounds=1))
-    assert [row.label for row in report.rows] == [f"{name}, physical cache" for name in ("resident", *POLICIES)]
+@pytest.mark.parametrize(("executor", "called"), [("physical", "physical cache"), ("throttled", "throttled")])
+def test_what_timing_decides_is_held_to_no_decision(executor: str, called: str) -> None:
+    report = bench_gpu(settings(executors=(executor,), rounds=1))
+    assert [row.label for row in report.rows] == [f"{name}, {called}" for name in ("resident", *POLICIES)]
     assert all(row.mean and row.problem == "" and row.agrees is None for row in report.rows)
     assert all(row.decided_demand is None and row.timeline_s is None for row in report.rows)
 

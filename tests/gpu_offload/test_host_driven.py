@@ -29,6 +29,7 @@ from edgemoe.policy import LogicalCache, preset
 TOKENS = np.random.default_rng(0).integers(0, 500, 48)
 GREEDY = Options(temperature=0.0)
 UNBOUNDED = preset("psr", window=6, budget="unbounded", lam=0.4)
+EXACT_UNBOUNDED = preset("exact-prefetch", window=6, budget="unbounded")
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +133,43 @@ def test_routing_on_the_physical_cache_depends_on_timing(weights, undelayed):
     )
     for a, b in ((there, arrived), (one, four)):
         assert not np.array_equal(a[1], b[1]) and not np.array_equal(a[0], b[0])
+
+
+def test_throttled_prefetch_changes_residents_and_under_exact_routing_nothing_else(weights):
+    """Six candidates would be prefetched. The link has room for all of them, for two, or for hardly any."""
+    slow = {"link_gbps": weights.arena.expert_bytes / 6e6}
+    logical = drive(host_driven(weights, EXACT_UNBOUNDED))
+    residents = []
+    for timing in ({"in_flight": 8}, {"in_flight": 2}, {"in_flight": 2, **slow}):
+        throttled = host_driven(weights, EXACT_UNBOUNDED, throttled=True, **timing)
+        found = drive(throttled)
+        assert np.array_equal(found[1], logical[1]) and found[3] == logical[3]
+        c = throttled.counters
+        assert c.prefetch == c.in_time + c.late + c.unused  # none was dropped: what was inserted was sent
+        residents.append(found[2])
+    assert np.array_equal(residents[0], logical[2])
+    assert not np.array_equal(residents[0], residents[1]) and not np.array_equal(residents[1], residents[2])
+
+
+def test_throttled_prefetch_changes_what_steered_routing_executes(weights):
+    there, slow = (
+        drive(host_driven(weights, UNBOUNDED, throttled=True, in_flight=2, **timing))
+        for timing in ({}, {"link_gbps": weights.arena.expert_bytes / 6e6})
+    )
+    assert not np.array_equal(there[1], slow[1]) and not np.array_equal(there[0], slow[0])
+
+
+def test_a_throttled_prefetch_is_sent_when_it_is_decided(weights):
+    """One in flight on a link that takes 6 ms for an expert: until it is there nothing else is inserted."""
+    executor = host_driven(
+        weights, EXACT_UNBOUNDED, throttled=True, in_flight=1, link_gbps=weights.arena.expert_bytes / 6e6
+    )
+    executor.step(TOKENS[:9], 0)
+    for at in range(9, 14):
+        executor.step(TOKENS[at : at + 1], at)
+        assert executor._copies.queued() == []
+        assert (executor.record(1)["counts"][:, 0, 0] <= 1).all()
+    executor.close()
 
 
 def test_decodes_follow_recorded_routing(weights):

@@ -15,9 +15,12 @@ from edgemoe.gpu_offload.executor import Executor
 from edgemoe.gpu_offload.weights import Weights
 from edgemoe.policy import Policy
 
-DEVICE, HOST, PHYSICAL, CPU = "device", "host", "physical", "cpu"
-EXECUTORS = (DEVICE, HOST, PHYSICAL, CPU)
-_CALLED = {HOST: ", host-driven", PHYSICAL: ", physical cache"}
+DEVICE, HOST, PHYSICAL, THROTTLED, CPU = "device", "host", "physical", "throttled", "cpu"
+EXECUTORS = (DEVICE, HOST, PHYSICAL, THROTTLED, CPU)
+TIMED = (PHYSICAL, THROTTLED)
+"""What these decide depends on the time that copies take: no other order of events can tell it."""
+_CALLED = {HOST: ", host-driven", PHYSICAL: ", physical cache", THROTTLED: ", throttled"}
+_OPTIONS: dict[str, dict[str, Any]] = {PHYSICAL: {"physical": "issued"}, THROTTLED: {"throttled": True}}
 CHUNK = 64
 
 
@@ -88,8 +91,8 @@ def stepped(
         return _RecordedCpu(subject.weights, decisions, n_ctx=n_ctx, recorded=recorded)
     from edgemoe.gpu_offload.host_driven import HostDrivenExecutor
 
-    physical: dict[str, Any] = {"physical": "issued"} if arm.executor == PHYSICAL else {}
-    return HostDrivenExecutor(subject.weights, decisions, n_ctx=n_ctx, recorded=recorded, **physical, **arm.options)
+    options = {**_OPTIONS.get(arm.executor, {}), **arm.options}
+    return HostDrivenExecutor(subject.weights, decisions, n_ctx=n_ctx, recorded=recorded, **options)
 
 
 class Shared:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from edgemoe.bench.gpu.clocks import PHYSICAL, Arm, Clock
+from edgemoe.bench.gpu.clocks import TIMED, Arm, Clock
 from edgemoe.bench.gpu.pool import Pool
 from edgemoe.bench.gpu.replay import Decided, Routing, decide
 from edgemoe.bench.gpu.subject import Subject
@@ -52,7 +52,7 @@ def prepare(subject: Subject, pool: Pool, arms: Sequence[Arm], advance: Advance 
     for arm in arms:
         timed = Timed(arm)
         with _noted(timed, pool):
-            if arm.executor != PHYSICAL:  # which decides by its own timing
+            if arm.executor not in TIMED:
                 timed.decided = _decided(subject, pool, arm)
             clock = pool.get(arm)
             timed.name = clock.executor.name
