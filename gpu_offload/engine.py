@@ -8,12 +8,12 @@ logits = engine.decode(int(logits.argmax()))
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from edgemoe.gpu_offload.fingerprint import fingerprint, fitting
 from edgemoe.gpu_offload.hub import resolve
 from edgemoe.gpu_offload.kernels import draw
 from edgemoe.gpu_offload.memory import SNAPSHOTS, Need, choose_slots, need, prior_bytes
+from edgemoe.gpu_offload.refusals import check_room, check_tokens
 from edgemoe.gpu_offload.shape import Shape, read_shape
 from edgemoe.gpu_offload.target import Target, find_target, forget
 from edgemoe.gpu_offload.vocabulary import open_vocabulary
@@ -36,6 +37,7 @@ from edgemoe.llamacpp.vocabulary import Speaker, Vocabulary
 from edgemoe.model import Model, read_model
 from edgemoe.policy import LogicalCache, Policy
 from edgemoe.progress import Advance, no_progress
+from edgemoe.tracing.interrupts import interrupts_deferred
 from edgemoe.units import Residency
 
 DEFAULT_CTX = 4096
@@ -43,6 +45,7 @@ DEFAULT_CHUNK = 128  # on the CPU; a GPU's is the largest, since every chunk bri
 MAX_CHUNK = 512
 BLOCK = 16  # tokens that a GPU is given at once: a twentieth of a second of text
 OBSERVED = ("executed", "scores", "pregate")  # what an observer is told of each token
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -127,14 +130,9 @@ class OffloadEngine(Speaker):
     def _need(self) -> Need:
         gpu = self.target.is_gpu
         return need(
-            self.shape,
-            itemsize=DTYPES[self.dtype].itemsize,
-            n_ctx=self._n_ctx,
-            chunk=self.chunk,
-            prior_bytes=prior_bytes(self._prior, gpu),
-            threads=THREADS,
-            gpu=gpu,
-        )
+            self.shape, itemsize=DTYPES[self.dtype].itemsize, n_ctx=self._n_ctx, chunk=self.chunk,
+            prior_bytes=prior_bytes(self._prior, gpu), threads=THREADS, gpu=gpu,
+        )  # fmt: skip
 
     @property
     def _prior(self) -> Calibration | None:
@@ -218,7 +216,7 @@ class OffloadEngine(Speaker):
         return np.concatenate(self._prefill(tokens, all_rows=True))
 
     def _prefill(self, tokens: Sequence[int] | np.ndarray, all_rows: bool) -> list[np.ndarray]:
-        self._check_room(len(tokens))
+        check_room(self._position, len(tokens), self.n_ctx)
         found: list[np.ndarray] = []
         for at in range(0, len(tokens), self.chunk):
             with self.target.use():
@@ -229,7 +227,7 @@ class OffloadEngine(Speaker):
         return found
 
     def decode(self, token: int) -> np.ndarray:
-        self._check_room(1)
+        check_room(self._position, 1, self.n_ctx)
         return self._advance(np.array([token], np.int32), all_rows=False)
 
     @property
@@ -246,70 +244,68 @@ class OffloadEngine(Speaker):
         at the end of the text. The last one is not appended. A draw depends on the seed and its position alone. Keeps
         no records."""
         options = options or Options(temperature=0.0)
-        self._check_room(count)
-        self._check_tokens(np.array([token]))
+        check_room(self._position, count, self.n_ctx)
+        check_tokens(np.array([token]), self.n_vocab)
         ends = frozenset() if options.ignore_eos else self.eos_tokens
         with self.target.use():
             before = self.executor.snapshot()
-            chosen = self._chosen(_Extended(self._position, before, token, options, ends), count)
-            if self._verify:
-                self.executor.verify()
-        return chosen
+            return self._chosen(_Extended(self._position, before, token, options, ends), count)
 
     def _chosen(self, asked: _Extended, count: int) -> list[int]:
-        start = time.perf_counter()
-        try:
-            chosen = list(self.executor.extend(asked.token, asked.position, count, asked.options, asked.ends))
-        except BaseException:
-            self.executor.restore(asked.before)
-            raise
-        finally:
-            self._seconds += time.perf_counter() - start
-        self._position = asked.position + len(chosen)
-        self._tokens += len(chosen)
-        self._extended = asked
-        return chosen
+        def extend() -> list[int]:
+            return list(self.executor.extend(asked.token, asked.position, count, asked.options, asked.ends))
 
-    def _check_room(self, count: int) -> None:
-        if self._position + count > self.n_ctx:
-            held = f" after {self._position:,}" if self._position else ""
-            raise UserError(f"{count:,} tokens{held} do not fit into a context of {self.n_ctx:,}: give a larger one")
+        def settle(chosen: list[int]) -> int:
+            self._extended = asked
+            return len(chosen)
 
-    def _check_tokens(self, tokens: np.ndarray) -> None:
-        if tokens.min() < 0 or tokens.max() >= self.n_vocab:
-            raise UserError(f"token {tokens.max()} is not one of the model's {self.n_vocab:,}: another tokenizer's?")
+        return self._whole(asked.before, extend, settle)
 
     def _advance(self, tokens: np.ndarray, all_rows: bool) -> np.ndarray:
-        """A step: all of it, or nothing of it happened."""
-        self._check_tokens(tokens)
-        with self.target.use():
-            logits = self._step(tokens, all_rows)
+        def step() -> np.ndarray:
+            return self.executor.step(tokens, self._position, all_rows=all_rows)
+
+        def settle(_: np.ndarray) -> int:
             if self._record or self._observer:
                 self._tell(tokens)
-            self._position += len(tokens)
-            self._tokens += len(tokens)
             self._extended = None
-            if self._verify:
-                self.executor.verify()
-        return logits
+            return len(tokens)
 
-    def _step(self, tokens: np.ndarray, all_rows: bool) -> np.ndarray:
-        executor, start = self.executor, time.perf_counter()
-        before = executor.snapshot()
+        check_tokens(tokens, self.n_vocab)
+        with self.target.use():
+            return self._whole(self.executor.snapshot(), step, settle)
+
+    def _whole(self, before: Snapshot, compute: Callable[[], _Found], settle: Callable[[_Found], int]) -> _Found:
+        """A step or a block, from the logical cache `before`: all of it, or nothing of it happened.
+
+        Ctrl-C ends `compute` at once. It waits while `settle` tells of what was found and says how many tokens that
+        appends, and while an error takes the step back.
+        """
+        position, start = self._position, time.perf_counter()
         try:
-            return executor.step(tokens, self._position, all_rows=all_rows)
+            try:
+                found = compute()
+            finally:
+                self._seconds += time.perf_counter() - start
+            with interrupts_deferred():
+                count = settle(found)
+                self._tokens += count
+                self._position += count
         except BaseException:
-            executor.restore(before)
+            if self._position == position:  # else it happened: the interrupt had waited
+                with interrupts_deferred():
+                    self.executor.restore(before)
             raise
-        finally:
-            self._seconds += time.perf_counter() - start
+        if self._verify:
+            self.executor.verify()
+        return found
 
     def _tell(self, tokens: np.ndarray) -> None:
         told = self.executor.record(len(tokens))
-        if self._record:
-            self.records.append({"tokens": tokens.copy(), **told})
         if self._observer:
             self._observer.decoded(tokens.copy(), {name: told[name] for name in OBSERVED if name in told})
+        if self._record:  # last: an observer's error takes the step back
+            self.records.append({"tokens": tokens.copy(), **told})
 
     def _remember(self) -> None:
         """Keep the logical cache of this position, where a chunk begins: a rewind starts from such a place."""
@@ -330,26 +326,29 @@ class OffloadEngine(Speaker):
             return position
         with self.target.use():
             if last and last.position < position:
-                self.executor.restore(last.before)
+                self._go_back(last.position, last.before)
                 self._chosen(last, position - last.position)
                 return position
-            self._extended = None
-            self._position = max((at for at in self._snapshots if at <= position), default=0)
-            if not self._position:
+            begin = max((at for at in self._snapshots if at <= position), default=0)
+            if begin:
+                self._go_back(begin, self._snapshots[begin])
+                self._snapshots = {at: kept for at, kept in self._snapshots.items() if at <= begin}
+            else:
                 self.reset()
-                return 0
-            self.executor.restore(self._snapshots[self._position])
-        self._snapshots = {at: kept for at, kept in self._snapshots.items() if at <= self._position}
-        return self._position
+        return begin
+
+    def _go_back(self, position: int, before: Snapshot) -> None:
+        with interrupts_deferred():
+            self._position, self._extended = position, None
+            self.executor.restore(before)
 
     def reset(self) -> None:
-        self._snapshots.clear()
-        self._extended = None
-        self._position = 0
-        with self.target.use():
+        with self.target.use(), interrupts_deferred():
+            self._snapshots.clear()
+            self._position, self._extended = 0, None
             self.executor.reset()
-        if self._observer:
-            self._observer.reset()
+            if self._observer:
+                self._observer.reset()
 
     def verify(self) -> None:
         """Raise `UserError` unless every slot holds the bytes of its expert."""

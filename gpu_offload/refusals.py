@@ -1,7 +1,9 @@
-"""What a system refuses to a process, in one line that says what a person can do about it."""
+"""What a system refuses to a process, or an engine to a text, in one line that says what a person can do about it."""
 
 import re
 import sys
+
+import numpy as np
 
 from edgemoe.errors import UserError
 from edgemoe.machine.memory import ram
@@ -44,3 +46,17 @@ def ram_refused(what: str, instead: str) -> UserError:
     else:
         why, first = f"`ulimit -v` allows {format_bytes(allowed)} in all", "raise that limit"
     return UserError(f"{what} refused ({why}): {first}, or {instead}")
+
+
+def check_room(position: int, count: int, n_ctx: int) -> None:
+    """Raises `UserError` unless a context of `n_ctx` tokens has room for `count` after `position`."""
+    if position + count > n_ctx:
+        held = f" after {position:,}" if position else ""
+        raise UserError(f"{count:,} tokens{held} do not fit into a context of {n_ctx:,}: give a larger one")
+
+
+def check_tokens(tokens: np.ndarray, n_vocab: int) -> None:
+    """Raises `UserError` for the first of the tokens [T] that is none of the model's."""
+    strange = tokens[(tokens < 0) | (tokens >= n_vocab)]
+    if len(strange):
+        raise UserError(f"token {strange[0]} is not one of the model's {n_vocab:,}: another tokenizer's?")

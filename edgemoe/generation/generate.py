@@ -80,8 +80,7 @@ class Context:
 
     def shorten(self, position: int) -> None:
         """Forget the tokens from `position` on."""
-        self.engine.rewind(position)
-        del self.tokens[self.engine.position :]
+        self._settled(self.engine.rewind, position)
 
     def _settled(self, call, argument):  # type: ignore[no-untyped-def]
         try:

@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="the GPU tier needs torch (pip install edgem
 from offload_engines import POLICIES, TINY, make
 from programs import run
 
-from edgemoe.generation import Writer
+from edgemoe.generation import Context, Options, Writer
 from edgemoe.gpu_offload.engine import OffloadEngine
 from edgemoe.model.synthetic import write_synthetic
 
@@ -133,6 +133,34 @@ def test_a_block_that_fails_did_not_happen(blocks: OffloadEngine, monkeypatch: p
     blocks.verify()
     monkeypatch.undo()
     assert writer.write(TEXT, **OPTIONS) == expected
+
+
+@pytest.mark.parametrize("error", [OSError("the link is gone"), KeyboardInterrupt()])
+def test_a_replay_that_fails_is_at_the_block_s_beginning(
+    blocks: OffloadEngine, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, options = Context(blocks), Options(temperature=0.0, ignore_eos=True)
+    blocks.reset()
+    context.prefill(blocks.tokenize(TEXT.encode()).tolist())
+    begin, resident = blocks.position, blocks.executor.slot_of() >= 0
+    chosen = context.extend(7, 8, options)
+    extend = blocks.executor.extend
+
+    def broken(*arguments: object) -> object:
+        extend(*arguments)  # type: ignore[arg-type]
+        raise error
+
+    with monkeypatch.context() as breaking:
+        breaking.setattr(blocks.executor, "extend", broken)
+        with pytest.raises(type(error)):
+            context.shorten(begin + 3)
+    assert blocks.position == begin == len(context.tokens)
+    assert np.array_equal(blocks.executor.slot_of() >= 0, resident)
+    blocks.verify()
+    assert context.extend(7, 8, options) == chosen
+    context.shorten(begin + 3)
+    assert blocks.position == begin + 3 == len(context.tokens)
+    assert context.extend(chosen[2], 5, options) == chosen[3:]
 
 
 def test_the_device_s_blocks_are_the_cpu_s_text() -> None:

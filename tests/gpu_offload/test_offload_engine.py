@@ -190,9 +190,10 @@ def test_no_gpu_says_what_runs_without(tiny):
         make(tiny, device="cuda")
 
 
-def test_a_strange_token_is_refused(tiny):
-    with make(tiny) as engine, pytest.raises(UserError, match="token 512 is not one of the model's 512"):
-        engine.prefill([1, 512])
+@pytest.mark.parametrize(("tokens", "strange"), [([1, 512], 512), ([3, -2, 511], -2), ([-1], -1), ([5, 600, -7], 600)])
+def test_a_strange_token_is_refused(tiny, tokens, strange):
+    with make(tiny) as engine, pytest.raises(UserError, match=f"token {strange} is not one of the model's 512"):
+        engine.prefill(tokens)
 
 
 def test_an_observer_is_told_what_ran(tiny):
@@ -211,6 +212,42 @@ def test_an_observer_is_told_what_ran(tiny):
         engine.reset()
     shapes = {"executed": (4, 24, 4), "scores": (4, 24, 16), "pregate": (4, 24, 16)}
     assert told[0] == (PROMPT[:24], shapes) and told[1][0] == [5] and told[2:] == ["reset"]
+
+
+class Listening:
+    """Keeps the tokens that it was told of, and raises what it is given."""
+
+    def __init__(self):
+        self.tokens, self.error = [], None
+
+    def reset(self):
+        self.tokens.clear()
+
+    def decoded(self, tokens, rows):
+        if self.error:
+            raise self.error
+        self.tokens += tokens.tolist()
+
+
+@pytest.mark.parametrize("error", [OSError("the disk is full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("tokens", [24, 1])
+def test_a_step_that_cannot_be_told_did_not_happen(tiny, error, tokens):
+    heard, part = Listening(), PROMPT[24 : 24 + tokens]
+    with make(tiny, policy=POLICIES["psr"], observer=heard, record=True) as engine:
+        engine.prefill(PROMPT[:24])
+        resident = engine.executor.slot_of() >= 0
+        expected = engine.prefill(part), engine.decode(3)
+        engine.reset()
+        engine.prefill(PROMPT[:24])
+        before, heard.error = (engine.position, engine.stats().tokens, len(engine.records)), error
+        with pytest.raises(type(error)):
+            engine.prefill(part)
+        assert (engine.position, engine.stats().tokens, len(engine.records)) == before
+        assert np.array_equal(engine.executor.slot_of() >= 0, resident) and heard.tokens == PROMPT[:24]
+        engine.verify()
+        heard.error = None
+        assert np.array_equal(engine.prefill(part), expected[0]) and np.array_equal(engine.decode(3), expected[1])
+        assert heard.tokens == [*PROMPT[: 24 + tokens], 3]
 
 
 def test_a_chunk_brings_what_no_slot_held_and_nothing_else(tiny):
