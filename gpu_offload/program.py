@@ -103,6 +103,7 @@ class TokenProgram:
         w, shape = self.weights, self.weights.shape
         self.policy.begin_token(self._token.view(1))  # two kernels before the first decision, which reads it early
         block = 1024
+        # Launched whole, as `begin_token` is: all kernels behind may read what the token before left (`ordering`).
         dense.load_token[_blocks(shape.d_model, block)](
             self._token, w.embedding, self.x, self._stop, self.records.queue,
             WIDTH=shape.d_model, BLOCK=block, EARLY=self._early, num_warps=4,

@@ -33,9 +33,9 @@ PATIENCE = tl.constexpr(1 << 22)  # looks before a spin gives up: seconds
 # Tickets, [L, k] int32: what a layer executes, for those who execute it, in the router's order. Not negative: a record
 # that this token may have filled, to look at and wait for; negative: −1 − the place of a slot that was filled before.
 # Turns, [L, k] int64: the same tickets (low half), each with its number in the router's order (8 bits) and the token's
-# number (24 bits), in the order in which they are best worked on: what is there, then what is on its way, then what
-# nobody has begun, as the demand queue has it. Blocks that wait keep others from starting, so those that need not wait
-# must come first.
+# number (23 bits: the sign stays clear), in the order in which they are best worked on: what is there, then what is on
+# its way, then what nobody has begun, as the demand queue has it. Blocks that wait keep others from starting, so those
+# that need not wait must come first.
 NO_TICKET = tl.constexpr(-(1 << 30))
 NOWHERE = tl.constexpr(2**31 - 1)  # behind every turn
 

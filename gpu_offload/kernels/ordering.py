@@ -6,6 +6,9 @@ any time at most two kernels of a token are under way, and before its wait a ker
 one before it has written. Such reads bypass the L1 cache (`.cg`), which another SM's stores do not reach. Every block
 waits, also where it then has nothing to do: the order rests on it. Without EARLY, kernels follow each other whole.
 
+A token's first kernels follow the token before whole in either case (`program.TokenProgram.launch`). So what changes
+between tokens only, its position and whether the text has ended, is read before the wait like any constant.
+
 One kernel does not wait for the one before: experts begin with the decision, and each of their blocks waits for the
 word that says what it executes (`copying.take_turn`), while the decision goes on to write down what follows for later
 layers. Until then they may read what the router's product and earlier kernels wrote, which the decision has waited for.
