@@ -180,7 +180,8 @@ class DevicePolicy:
     ) -> Decisions:
         """Both parts of one layer for T tokens in order: scores [T, E], pregate [T, E] or None, tokens [T] int64.
 
-        Leaves the state as T tokens through `deciding.decide` would, and returns a row of decisions per token (in `out` if given).
+        Leaves the state as T tokens through `deciding.decide` would, and returns a row of decisions per token (in `out`
+        if given).
         """
         n_tokens = scores.shape[0]
         shape = (n_tokens, self.n_experts)

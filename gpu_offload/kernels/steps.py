@@ -158,8 +158,8 @@ def chunk(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Part 1, then part 2 of one layer for each of T tokens in order: a chunk of the prompt.
 
-    scores, given, pregate [T, E]; priors [T, EP]. Out as in `deciding.decide`, with T in the place of L. The state stays in
-    registers over all tokens.
+    scores, given, pregate [T, E]; priors [T, EP]. Out as in `deciding.decide`, with T in the place of L. The state
+    stays in registers over all tokens.
     """
     index = experts_of(EP)
     here = ints + layer * (N_INTS * EP) + index
