@@ -108,7 +108,7 @@ def test_the_page_shows_it_and_has_no_section_without_it(runs, tmp_path) -> None
     frontier = json.loads(json.dumps(runs))
     written = tables.page(text, kept, frontier)
     section = written.split(tables.FRONTIER_BEGIN)[1].split(tables.FRONTIER_END)[0]
-    assert "## The frontier of one run" in section and "- KL was measured on demo-moe-32m" in section
+    assert "## The frontier that was measured" in section and "- KL was measured on demo-moe-32m" in section
     assert "Of 1 steered rows" in section and f"`{frontier[0]['rows'][-1]['config']}`" in section
     assert "| psr-gated λ0.2 | 32 |" in section and section.count("at equal KL") == 1
     assert tables.page(written, kept, frontier) == written
