@@ -8,6 +8,7 @@ is tested without a GPU; what runs at the same time as what, is not.
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from edgemoe.gpu_offload.executor import Counters, Snapshot, kept_in_place, memo
 from edgemoe.gpu_offload.kernels import draw
 from edgemoe.gpu_offload.kernels.device_policy import DevicePolicy
 from edgemoe.gpu_offload.kernels.sampling import NOT_FINITE, RUNNING, STATE, DeviceSampler, supported
+from edgemoe.gpu_offload.memory import CHOICES
 from edgemoe.gpu_offload.program import TokenProgram, Tuning
 from edgemoe.gpu_offload.prompt import Prompt
 from edgemoe.gpu_offload.records import Records
@@ -36,6 +38,15 @@ class DeviceSnapshot(Snapshot):
     """The logical cache of a moment, on the device."""
 
     tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Choice:
+    """A token and the choice of the next, which goes to `sequence` by its position. Its graph works on memory that this
+    holds."""
+
+    launch: Callable[[], None]
+    sequence: torch.Tensor
 
 
 class DeviceExecutor:
@@ -76,7 +87,9 @@ class DeviceExecutor:
             raise memory_full(error) from None
         self._concurrent = concurrent
         self._graphs: dict[Any, Callable[[], None]] = {}
-        self._samplers: dict[Any, DeviceSampler] = {}
+        """Of the token alone, and of each choice that has run."""
+        self._choices: OrderedDict[Any, _Choice] = OrderedDict()
+        """By the options that it depends on, the seed aside; the least recently used first."""
         self._host = Counters()
         self.reset()
 
@@ -151,27 +164,40 @@ class DeviceExecutor:
         `restore` waits for them: no token is cut, and no copy."""
         if not supported(options):
             return self._extend_by_host(token, position, count, options, ends)
-        # Only what is drawn depends on the options; what a graph was captured for, its key says.
-        key = ("extend", options.temperature, options.top_k, options.top_p, options.min_p, ends)
-        if key not in self._samplers:
-            self._samplers[key] = DeviceSampler(
-                options, self.weights.shape.n_vocab, self.n_ctx,
-                ends=tuple(sorted(ends)), control=self._control, device=self._device,
-            )  # fmt: skip
-        sampler = self._samplers[key]
-
-        def launch() -> None:
-            self._program.launch()
-            sampler.sample(self._program.logits)
-
+        choice = self._choice(options, ends)
         self._aim(options.seed or 0, position, token)
         for _ in range(count):
-            self._run(key, launch)
+            self._run(choice, choice.launch)
         _, after, state, _ = self._control.tolist()
         self.records.check()
         if state == NOT_FINITE:
             raise UserError("the logits are not finite: is the model file damaged?")
-        return sampler.sequence[position:after].tolist()
+        return choice.sequence[position:after].tolist()
+
+    def _choice(self, options: Options, ends: frozenset[int]) -> _Choice:
+        """A token and the choice of the next by these options; of what was made for others, the last few are kept."""
+        key = (options.temperature, options.top_k, options.top_p, options.min_p, ends)
+        if key in self._choices:
+            self._choices.move_to_end(key)
+            return self._choices[key]
+        while len(self._choices) >= CHOICES:
+            if self._concurrent:
+                torch.cuda.synchronize(self._device)  # no graph may go while it runs
+            oldest = next(iter(self._choices))
+            self._graphs.pop(self._choices[oldest], None)  # first: interrupted here, the choice gets another
+            del self._choices[oldest]
+        sampler = DeviceSampler(
+            options, self.weights.shape.n_vocab, self.n_ctx,
+            ends=tuple(sorted(ends)), control=self._control, device=self._device,
+        )  # fmt: skip
+        program = self._program
+
+        def launch() -> None:
+            program.launch()
+            sampler.sample(program.logits)
+
+        self._choices[key] = choice = _Choice(launch, sampler.sequence)
+        return choice
 
     def _extend_by_host(
         self, token: int, position: int, count: int, options: Options, ends: frozenset[int]
@@ -223,4 +249,4 @@ class DeviceExecutor:
 
     def close(self) -> None:
         self._graphs.clear()
-        self._samplers.clear()
+        self._choices.clear()

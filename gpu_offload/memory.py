@@ -20,6 +20,7 @@ from edgemoe.units import Residency, format_bytes
 
 _SINGLE = 4  # bytes of a float32
 SNAPSHOTS = 512  # logical caches that an engine keeps
+CHOICES = 4  # options to choose tokens by that a GPU keeps ready, each with a graph
 GPU_RESERVE = 512 << 20  # libraries and their workspaces, kernels, graphs, and the allocator's rounding
 _RECORD = 40  # bytes that the device keeps of a slot and its copies
 
@@ -44,7 +45,8 @@ class Need:
     prior: int
     """The token prior as the calibration stores it: sparse."""
     work: int
-    """Activations and decisions of a chunk, attention scores, logits, experts in staging, snapshots, CUDA's own."""
+    """Activations and decisions of a chunk, attention scores, logits, experts in staging, snapshots, choices of tokens,
+    CUDA's own."""
     slot: int
     """One slot in every layer."""
     arena: int
@@ -93,7 +95,8 @@ def _gpu_work(shape: Shape, itemsize: int, n_ctx: int, chunk: int) -> int:
     context = n_ctx * (2 * shape.d_query * itemsize + 2 * _SINGLE * shape.d_head + chunk + 8)
     staged = staging_bytes(shape.expert_values * itemsize) + shape.expert_values * itemsize
     activations = _SINGLE * _chunk_values(shape, n_ctx, chunk)
-    return activations + logits + context + staged + (SNAPSHOTS + 1) * state + GPU_RESERVE
+    chosen = CHOICES * (8 * n_ctx + _SINGLE * shape.n_vocab)  # tokens by position, and those that are the likeliest
+    return activations + logits + context + staged + chosen + (SNAPSHOTS + 1) * state + GPU_RESERVE
 
 
 def _chunk_values(shape: Shape, n_ctx: int, chunk: int) -> int:

@@ -96,6 +96,20 @@ def test_a_gpu_s_buffers_fit_into_what_is_said_of_them(tmp_path, dtype):
     assert 0 < sum(size for place, size in held.items() if place not in kv) < needed.work - GPU_RESERVE
 
 
+def test_the_choices_that_a_gpu_keeps_are_counted(monkeypatch):
+    pytest.importorskip("triton")
+    from edgemoe.generation import Options
+    from edgemoe.gpu_offload import memory
+    from edgemoe.gpu_offload.kernels.sampling import MOST, DeviceSampler
+
+    sizes = {"itemsize": 2, "n_ctx": 4096, "chunk": 8, "prior_bytes": 0, "threads": 1, "gpu": True}
+    sampler = DeviceSampler(Options(top_k=MOST), OLMOE.n_vocab, 4096, ends=(3, 5), device="cpu")
+    held = sum(value.nbytes for value in vars(sampler).values() if isinstance(value, torch.Tensor))
+    counted = need(OLMOE, **sizes).work
+    monkeypatch.setattr(memory, "CHOICES", 0)
+    assert 8 * 4096 < held <= (counted - need(OLMOE, **sizes).work) / 4
+
+
 def test_a_tied_output_is_held_once():
     sizes = {"itemsize": 2, "n_ctx": 64, "chunk": 8, "prior_bytes": 0, "threads": 1}
     tied = need(replace(OLMOE, tied_output=True), **sizes)
