@@ -101,9 +101,9 @@ class OffloadEngine(Speaker):
         self.device, self.dtype = device, dtype
         self.model: Model = read_model(resolve(model))
         self.shape: Shape = read_shape(self.model)
-        self.target.check(self.shape)
         self._calibration = fitting(calibration, self.model)
         self.policy = policy = (policy or Policy()).completed(calibration is not None)
+        self.target.check(self.shape, self._prior.prior if self._prior else None)
         self._n_ctx = n_ctx or min(DEFAULT_CTX, self.shape.n_ctx or DEFAULT_CTX)
         self.chunk = min(chunk or (MAX_CHUNK if self.target.is_gpu else DEFAULT_CHUNK), self._n_ctx)
         self.n_threads = n_threads or torch.get_num_threads()

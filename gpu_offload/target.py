@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from edgemoe.calibration import TokenPrior
 from edgemoe.errors import UserError
 from edgemoe.gpu_offload.cpu import CpuExecutor
 from edgemoe.gpu_offload.decisions import Decisions
@@ -27,6 +28,8 @@ from edgemoe.units import format_bytes
 
 DEVICES = ("cpu", "cuda")
 EXECUTORS = ("device", "host")
+MOST_EXPERTS, MOST_EXECUTED = 512, 256  # of a layer: kernels pack an expert into 9 bits, an executed one's place into 8
+MOST_ENTRIES = 2**31 - 1  # of a token prior: kernels count them in 32 bits
 _AMPERE = (8, 0)
 _UNIFIED_ADDRESSING = 41  # CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING
 _WITHOUT = (
@@ -123,12 +126,12 @@ class Target:
     def _label(self) -> str:
         return f"GPU {self.device.index} ({self.name})"
 
-    def check(self, shape: Shape) -> None:
-        """Raises `UserError` for a model that this executor cannot run, before anything of it is loaded."""
-        if self.executor == "device" and shape.d_head & (shape.d_head - 1):
-            raise UserError(
-                f"heads of width {shape.d_head}: deciding on the device needs a power of two: give --executor host"
-            )
+    def check(self, shape: Shape, prior: TokenPrior | None = None) -> None:
+        """Raises `UserError` for a model, or a token prior, that this executor cannot run, before anything of it is
+        loaded."""
+        beyond = _beyond_the_device(shape, prior) if self.executor == "device" else None
+        if beyond:
+            raise UserError(f"{beyond}: give --executor host")
 
     def open(self, weights: Weights, cache: LogicalCache, *, n_ctx: int, chunk: int) -> Executor:
         """An executor of these weights, which lie where this says; `cache` is at the start of a sequence."""
@@ -148,6 +151,20 @@ class Target:
         executor = DeviceExecutor(weights, cache, n_ctx=n_ctx, chunk=chunk)
         executor.prepare()
         return executor
+
+
+def _beyond_the_device(shape: Shape, prior: TokenPrior | None) -> str | None:
+    """What of a model, or of its token prior, kernels that decide cannot take."""
+    if shape.d_head & (shape.d_head - 1):
+        return f"heads of width {shape.d_head}: deciding on the device needs a power of two"
+    if shape.n_experts > MOST_EXPERTS:
+        return f"{shape.n_experts} experts per layer: deciding on the device takes {MOST_EXPERTS} at most"
+    if shape.top_k > MOST_EXECUTED:
+        return f"{shape.top_k} experts per token: deciding on the device takes {MOST_EXECUTED} at most"
+    entries = 0 if prior is None else max(len(prior.counts), len(prior.tokens) * shape.n_layers)
+    if entries > MOST_ENTRIES:
+        return f"a token prior of {entries:,} entries: deciding on the device takes {MOST_ENTRIES:,} at most"
+    return None
 
 
 def find_target(device: str, gpu: int | None = None, executor: str | None = None) -> Target:

@@ -15,8 +15,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU tier needs torch (pip install edgemoe[gpu])")
 
-from offload_engines import POLICIES, PROMPT, TINY, make  # noqa: E402
+from offload_engines import POLICIES, PROMPT, TINY, made_up_calibration, make  # noqa: E402
 
+from edgemoe.calibration import TokenPrior  # noqa: E402
 from edgemoe.errors import UserError  # noqa: E402
 from edgemoe.gpu_offload import arena, target  # noqa: E402
 from edgemoe.gpu_offload import engine as engine_module  # noqa: E402
@@ -28,6 +29,7 @@ from edgemoe.gpu_offload.target import Target, find_target  # noqa: E402
 from edgemoe.machine.gpus import Gpu  # noqa: E402
 from edgemoe.model import read_model  # noqa: E402
 from edgemoe.model.synthetic import write_synthetic  # noqa: E402
+from edgemoe.policy import LogicalCache, Policy  # noqa: E402
 
 GB = 10**9
 FULL = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMany lines follow")
@@ -65,6 +67,55 @@ def test_heads_that_the_device_cannot_split_are_refused_at_once(two_gpus: pytest
     find_target("cuda", executor="host").check(shape)
     with pytest.raises(UserError, match="width 24"):
         make(path, device="cuda")
+
+
+def test_what_the_device_s_kernels_cannot_count_is_refused_at_once(
+    two_gpus: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    device, host = find_target("cuda"), find_target("cuda", executor="host")
+    [path] = write_synthetic(tmp_path / "m.gguf", **{**TINY, "n_layers": 1, "n_experts": 513})
+    two_gpus.setattr(engine_module, "load_weights", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(UserError, match=r"^513 experts per layer: .* 512 at most: give --executor host$"):
+        make(path, device="cuda")
+    many, few = read_shape(read_model(path)), replace(read_shape(read_model(path)), n_experts=512)
+    device.check(few)
+    device.check(replace(few, top_k=256))
+    with pytest.raises(UserError, match=r"^257 experts per token: .* 256 at most: give --executor host$"):
+        device.check(replace(few, top_k=257))
+    host.check(replace(many, top_k=257))
+
+
+def test_a_token_prior_that_the_device_cannot_count_is_refused_at_once(
+    two_gpus: pytest.MonkeyPatch, tiny: Path
+) -> None:
+    """Arrays of 2³¹ entries that take no memory."""
+
+    def of(entries: int, tokens: int) -> TokenPrior:
+        counts, ids = np.broadcast_to(np.uint32(1), entries), np.broadcast_to(np.int32(1), tokens)
+        return TokenPrior((4, 16), ids, ids, ids, counts, counts)
+
+    shape = read_shape(read_model(tiny))
+    find_target("cuda").check(shape, of(2**31 - 1, 2**29 - 1))
+    for prior in (of(2**31, 1), of(1, 2**29)):
+        with pytest.raises(UserError, match=r"^a token prior of 2,147,483,648 entries: .*: give --executor host$"):
+            find_target("cuda").check(shape, prior)
+        find_target("cuda", executor="host").check(shape, prior)
+    two_gpus.setattr(engine_module, "load_weights", lambda *_, **__: pytest.fail("it was loaded"))
+    two_gpus.setattr(target, "MOST_ENTRIES", 6143)
+    with pytest.raises(UserError, match=r"^a token prior of 6,144 entries: .* 6,143 at most: give --executor host$"):
+        make(tiny, device="cuda", policy=POLICIES["psr"], calibration=made_up_calibration())
+    with pytest.raises(pytest.fail.Exception, match="it was loaded"):  # without the prior
+        make(tiny, device="cuda", policy=POLICIES["exact-lru"], calibration=made_up_calibration())
+
+
+@pytest.mark.parametrize(("experts", "executed", "takes"), [(512, 256, True), (513, 4, False), (512, 257, False)])
+def test_the_kernels_take_what_the_check_lets_pass(experts: int, executed: int, takes: bool) -> None:
+    pytest.importorskip("triton")
+    from edgemoe.gpu_offload.kernels.device_policy import DevicePolicy
+
+    cache = LogicalCache(Policy(), n_layers=1, n_experts=experts, top_k=executed, capacity=experts)
+    with nullcontext() if takes else pytest.raises(ValueError, match="too many"):
+        DevicePolicy(cache, device="cpu")
 
 
 def refused(*arguments: Any) -> str:
