@@ -144,9 +144,10 @@ class Target:
             return HostDrivenExecutor(weights, decisions, n_ctx=n_ctx)
         try:
             from edgemoe.gpu_offload.device import DeviceExecutor
-        except ModuleNotFoundError as error:
+        except ImportError as error:  # not there, or a Triton too old
+            needed = (error.name or "triton").partition(".")[0]
             raise UserError(
-                f"the executor on the device needs {error.name}: pip install edgemoe[gpu], or give --executor host"
+                f"the executor on the device needs {needed}: pip install -U edgemoe[gpu], or give --executor host"
             ) from None
         executor = DeviceExecutor(weights, cache, n_ctx=n_ctx, chunk=chunk)
         executor.prepare()

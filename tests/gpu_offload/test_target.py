@@ -3,6 +3,7 @@
 What only a GPU can say is put in at the boundary: functions of `torch.cuda`.
 """
 
+import sys
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
@@ -133,6 +134,13 @@ def test_a_gpu_is_driven_from_the_device(two_gpus: pytest.MonkeyPatch) -> None:
     assert find_target("cuda", 1, "host").executor == "host"
     room = found.room()
     assert room.device == 20 * GB and not room.shared and 0 < room.host < 20 * GB * 1000
+
+
+def test_a_triton_that_is_too_old_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Target(torch.device("cuda"), "device", "")
+    monkeypatch.setitem(sys.modules, "edgemoe.gpu_offload.device", SimpleNamespace(__spec__=None))
+    with pytest.raises(UserError, match=r"needs \w+: pip install -U edgemoe\[gpu\], or give --executor host$"):
+        there.open(None, None, n_ctx=8, chunk=8)  # type: ignore[arg-type]
 
 
 def test_windows_driver_is_driven_from_the_host(two_gpus: pytest.MonkeyPatch) -> None:
