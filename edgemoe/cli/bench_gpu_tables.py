@@ -83,6 +83,12 @@ def _rows(report: Report, width: int) -> Table:
     return _by_columns(columns, shown)
 
 
+def _decided(row: Row) -> str:
+    if row.decided_demand is None:
+        return "–"  # timing decides
+    return f"{_number(row.decided_demand)}+{_number(row.decided_prefetch)}"
+
+
 def _copies(report: Report, width: int) -> Table:
     from edgemoe.units import format_bytes
 
@@ -97,7 +103,7 @@ def _copies(report: Report, width: int) -> Table:
         "bytes": lambda row: format_bytes(row.copied_bytes or 0.0),
     }
     if width >= _WIDE:
-        columns["decided"] = lambda row: f"{_number(row.decided_demand)}+{_number(row.decided_prefetch)}"
+        columns["decided"] = _decided
         columns["replaced"] = lambda row: _number(row.replaced)
     columns["as decided"] = lambda row: "–" if row.agrees is None else "yes" if row.agrees else "NO"
     return _by_columns(columns, [row for row in report.rows if not row.problem and row.copies])

@@ -69,6 +69,16 @@ def test_random_weights_by_recorded_routing(bench, trace, tmp_path) -> None:
     assert found["interrupted"] is False and found["device"] == "cpu" and len(found["beside"]) == 1
 
 
+def test_what_timing_decides_has_no_other_decisions_beside_it(bench, trace, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    small = ("--device", "cpu", "--geometry", "olmoe-narrow", "--trace", trace, "--rounds", 1, "--windows", 1)
+    few = ("--tokens", 6, "--prompt", 0, "--generate", 0, "--determinism", 0, "--residency", "50%")
+    said = bench(*small, *few, "--executors", "host,throttled", "--policies", "exact-prefetch:unbounded")
+    [timed] = [line for line in said.split("copies per token")[1].splitlines() if "unbounded, throttled" in line]
+    [logical] = [line for line in said.split("copies per token")[1].splitlines() if "unbounded, host" in line]
+    assert timed.split()[-3:] == ["–", "–", "–"] and logical.split()[-1] == "yes" and "+" in logical
+
+
 def test_fewer_windows_than_asked_for_are_said(bench, trace) -> None:
     narrow = ("--device", "cpu", "--geometry", "olmoe-narrow", "--trace", trace, *SMALL, "--prompt", 0)
     said = bench(*narrow, "--windows", 3, "--tokens", 16, "--rounds", 1, "--generate", 0, "--determinism", 0)
