@@ -14,6 +14,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
+import triton.language as tl
 from launches import record
 
 from edgemoe.generation.options import Options
@@ -21,6 +22,7 @@ from edgemoe.gpu_offload import program, records
 from edgemoe.gpu_offload.cpu import CpuExecutor
 from edgemoe.gpu_offload.decisions import Decisions
 from edgemoe.gpu_offload.device import DeviceExecutor
+from edgemoe.gpu_offload.kernels import copying
 from edgemoe.gpu_offload.program import Cut, Tuning
 from edgemoe.gpu_offload.shape import read_shape
 from edgemoe.gpu_offload.weights import Weights, load_weights
@@ -28,7 +30,8 @@ from edgemoe.model import read_model
 from edgemoe.model.synthetic import write_synthetic
 from edgemoe.policy import LogicalCache, preset
 
-CAPACITY, N_CTX = 4, 32
+CAPACITY, N_CTX, LAST = 4, 32, 0x7FFFFF
+copying.PATIENCE = tl.constexpr(100)  # nothing waits for long where one launch follows the other
 # Cut small, so that an expert is several chunks.
 program.TILE_WORDS = records.TILE_WORDS = 256
 records.CHUNK_BYTES = 2048
@@ -98,10 +101,38 @@ def compare(weights: Weights, name: str, drain: int) -> dict[str, object]:
     return {"worst": worst, "wrong": wrong, "late": device.counters.late}
 
 
+def numbered(weights: Weights, number: int) -> dict[str, list[object]]:
+    """What the tokens after the one with this number leave behind, some of whose copies are late."""
+    device = DeviceExecutor(
+        weights, cache(weights, "psr-gated"), n_ctx=N_CTX, chunk=8,
+        tuning=TUNING, concurrent=False,
+    )  # fmt: skip
+    device._program.drain = 1
+    queue = device.records.queue
+    queue[copying.NUMBER.value] = number
+    kept: dict[str, list[object]] = {"numbers": [], "tokens": []}
+    for at, token in enumerate((7, 70, 17)):
+        if at == 2:
+            device.reset()  # the records start anew, numbers do not
+        logits = device.step(np.array([token]), at % 2)
+        kept["numbers"].append(int(queue[copying.NUMBER.value]))
+        told = {name: values.tolist() for name, values in device.record(1).items()}
+        kept["tokens"].append([logits.tolist(), told, device.slot_of().tolist(), device.records.counts()])
+        device.verify()
+    return kept
+
+
+def wrapped(weights: Weights) -> dict[str, object]:
+    """Tokens whose numbers begin anew at 2²³, and the same ones with others."""
+    after, before = numbered(weights, 0), numbered(weights, LAST - 1)
+    same = [a == b for a, b in zip(after["tokens"], before["tokens"], strict=True)]
+    return {"numbers": [after["numbers"], before["numbers"]], "same": same}
+
+
 def main() -> None:
     record(Path(sys.argv[1]))
     torch.set_num_threads(1)
-    found = {}
+    cases = {}
     with tempfile.TemporaryDirectory() as folder:
         [path] = write_synthetic(
             Path(folder) / "m.gguf",
@@ -110,8 +141,8 @@ def main() -> None:
         model = read_model(path)
         weights = load_weights(model, read_shape(model), dtype=torch.float32)
     for name, drain in (("exact-lru", 1 << 20), ("psr", 1 << 20), ("psr-gated", 1)):
-        found[f"{name}/{drain}"] = compare(weights, name, drain)
-    sys.stdout.write(json.dumps(found))
+        cases[f"{name}/{drain}"] = compare(weights, name, drain)
+    sys.stdout.write(json.dumps({"cases": cases, "wrapped": wrapped(weights)}))
 
 
 if __name__ == "__main__":
