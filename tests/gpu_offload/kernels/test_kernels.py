@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,17 +55,38 @@ def test_the_interpreter_decides_what_the_host_decides(name: str, interpreted: d
     assert interpreted[name]["compared"] > 0
 
 
-def test_the_machine_code_rounds_every_product_and_stays_in_one_warp(tmp_path: Path) -> None:
-    """What the interpreter cannot see: fused multiply-adds, flushed denormals, spills; an Ada GPU as the target."""
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
     done = subprocess.run([sys.executable, str(HERE / "compiled.py")], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_the_machine_code_rounds_every_product_and_stays_in_one_warp(compiled: dict[str, Any]) -> None:
+    """What the interpreter cannot see: fused multiply-adds, flushed denormals, spills; an Ada GPU as the target."""
+    found = compiled["counted"]
     for kernel, counts in found.items():
         assert counts["fma."] == counts["mad.f"] == counts[".ftz"] == counts[".local"] == 0, (kernel, counts)
         assert kernel == "choose" or found[kernel]["redux.sync"] > 0, (kernel, counts)
     assert found["chunk"]["bar.sync"] == 0
+
+
+def test_the_machine_code_reads_an_expert_s_bytes_after_their_arrival(compiled: dict[str, Any]) -> None:
+    """Stores, a barrier, a release; an acquire, a barrier, loads past the L1 cache and not on the read-only path. Of
+    GPUs with and without kernels that begin early; one that does reads slots once the kernel before has ended."""
+    ordered = compiled["ordered"]
+    assert [len(ordered[name]) for name in ("waits", "serves", "follows")] == [2, 2, 1]
+    for code in ordered["waits"] + ordered["follows"]:
+        assert code["met"] and code["loads"], code
+        assert all("cg" in load.split(".") and "nc" not in load.split(".") for load in code["loads"]), code
+    for code in ordered["waits"]:
+        assert code["looks"] and all("acquire" in look.split(".") for look in code["looks"]), code
+    for code in ordered["waits"] + ordered["serves"]:
+        assert code["stored"] and code["told"], code
+        assert all("release" in told.split(".") for told in code["told"]), code
 
 
 @pytest.mark.gpu
