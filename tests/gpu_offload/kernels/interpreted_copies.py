@@ -13,7 +13,10 @@ import triton
 import triton.language as tl
 
 from edgemoe.gpu_offload.kernels import copying
+from edgemoe.gpu_offload.kernels.comparing import Alone, Case, compare
 from edgemoe.gpu_offload.kernels.copying import await_copy, issue_demand, look, open_records, serve, take_turn, turn_of
+from edgemoe.gpu_offload.kernels.device_policy import DevicePolicy
+from edgemoe.policy import preset
 
 E, C, WORDS, CHUNK = 6, 2, 40, 16
 CHUNKS = -(-WORDS // CHUNK)
@@ -125,6 +128,25 @@ def cancelled(moved: int) -> dict[str, object]:
     }
 
 
+def reused() -> list[list[int]]:
+    """What the records of one slot have counted after each of some tokens, each with a prefetch that is cancelled and
+    with two copy blocks: claims, then done, then errors and whether the slot has all of the expert it was demanded
+    for."""
+    copies, found = Copies(), []
+    for moved in (1, 0, 3, 2):
+        copies.queue[:2] = 0
+        copies.ask(PREDICTED, 1)
+        if moved:
+            copies.serve(moved)
+        new = copies.ask(DEMANDED, 0)
+        for _ in range(2):
+            copies.serve(100)
+        both = (new, new ^ 1)
+        counted = [int(counts[record]) for counts in (copies.claims, copies.done) for record in both]
+        found.append([*counted, copies.error(), len(copies.holds(DEMANDED))])
+    return found
+
+
 def turns() -> dict[str, object]:
     """A layer of 8 experts and 6 slots that executes 5 of at most 6, best first: 3 is new, 0 was prefetched and nobody
     has begun, 5 was prefetched and is on its way, 1 is there, 4 was prefetched and has just arrived. 6 was prefetched
@@ -159,6 +181,34 @@ def turns() -> dict[str, object]:
     }
 
 
+def most() -> dict[str, object]:
+    """Tokens of which each layer replaces all that it has by what is predicted, and then executes nothing of that: as
+    many copies as there can be. What the device lists is compared with the host's."""
+    k, n, tokens, layers, n_experts = 2, 4, 3, 3, 14
+    scores, pregate = (np.zeros((tokens, layers, n_experts), np.float32) for _ in range(2))
+    for t in range(tokens):
+        pregate[t, :, 4 * (t % 2) : 4 * (t % 2) + n] = 1
+        scores[t, :, 8 + k * t : 8 + k * (t + 1)] = 1
+    policy, delta = preset("exact-prefetch", window=n, budget=n), np.ones(layers, np.float32)
+    case = Case(policy, n_experts, k, n, scores, pregate, np.zeros(tokens, np.int64), None, delta)
+    compared = compare(case, "cpu") + compare(case, "cpu", chunk=tokens)
+    alone = Alone(DevicePolicy(case.cache(), device="cpu"), n)
+    given = torch.from_numpy(scores), torch.from_numpy(pregate)
+    for t in range(tokens):
+        alone.begin()
+        alone.decide(None, 0)
+        for layer in range(layers):
+            following = layer + 1 if layer + 1 < layers else None
+            alone.decide(layer, following, given[0][t, layer], None if following is None else given[1][t, following])
+    copies = alone.copies
+    return {
+        "compared": compared,
+        "counts": alone.policy.decisions.counts.tolist(),
+        "asked": copies.queue[:2].tolist(),
+        "places": [len(copies.demand_queue), len(copies.prefetch_queue)],
+    }
+
+
 def taken(dealt: int) -> list[int]:
     """What a block that waits for token 7's turn finds where this token's is: ticket, place, error."""
     turn, queue, out = torch.zeros(1, dtype=torch.int64), *(torch.zeros(8, dtype=torch.int32) for _ in range(2))
@@ -167,6 +217,7 @@ def taken(dealt: int) -> list[int]:
 
 
 def main() -> None:
+    copying.PATIENCE = tl.constexpr(20)
     found: dict[str, object] = {f"cancelled/{moved}": cancelled(moved) for moved in range(CHUNKS + 1)}
 
     copies = Copies()  # nobody serves: the waiter moves all of it
@@ -191,12 +242,11 @@ def main() -> None:
     copies.serve(100)
     found["stopped"] = copies.holds(DEMANDED)
 
-    copying.PATIENCE = tl.constexpr(20)
     copies = Copies()  # who claimed the last chunk never moves it
     record = copies.ask(DEMANDED, 0)
     copies.claims[record], copies.done[record] = CHUNKS, CHUNKS - 1
     copies.wait(record)
-    found["gave_up"] = copies.error()
+    found["gave_up"], found["claimed"] = copies.error(), int(copies.claims[record])
     copies = Copies()  # nor does a cancelled copy's
     old = copies.ask(PREDICTED, 1)
     copies.claims[old] = 1
@@ -204,7 +254,8 @@ def main() -> None:
     copies.serve(100)
     found["gave_up_on_the_old"] = copies.error()
     found["taken"], found["gave_up_on_a_turn"] = taken(7), taken(6)
-    found["turns"] = turns()
+    found["turns"], found["reused"] = turns(), reused()
+    found["most"] = most()
     sys.stdout.write(json.dumps(found))
 
 

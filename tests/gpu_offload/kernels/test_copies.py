@@ -53,6 +53,16 @@ def test_a_spin_is_bounded_and_says_so(found: dict[str, Any]) -> None:
     assert found["taken"] == [-5, 3, 0] and found["gave_up_on_a_turn"][::2] == [-(1 << 30), 8]
 
 
+def test_counters_start_anew_with_every_copy(found: dict[str, Any]) -> None:
+    """However often a slot is filled: a block counts a copy at most once when all its chunks are claimed, and one that
+    waits for somebody's chunk does not count its looks."""
+    blocks = 2
+    for (claimed, cancelled, done, moved, error, held), before in zip(found["reused"], (1, 0, 3, 2), strict=True):
+        assert claimed == len(CHUNKS) + blocks and cancelled == (1 << 20) + blocks
+        assert (done, moved, error, held) == (len(CHUNKS), before, 0, len(CHUNKS))
+    assert found["claimed"] == len(CHUNKS)
+
+
 def test_what_is_there_is_worked_on_first(found: dict[str, Any]) -> None:
     """Then what is on its way, then what nobody has begun, as the demand queue has them; each in the router's order.
     What this token brought has a record to look at, though it is there."""
@@ -74,3 +84,11 @@ def test_marks_are_counted_once_and_taken_off(found: dict[str, Any]) -> None:
 def test_a_copy_begins_with_a_record_of_its_own(found: dict[str, Any]) -> None:
     expert, claims, done, cancelled, current = found["turns"]["fresh"]
     assert (expert, claims, done, current) == (3, 0, 0, 0) and cancelled > 3
+
+
+def test_lists_and_queues_hold_all_that_can_be_asked_for(found: dict[str, Any]) -> None:
+    """k demand and n prefetch copies in every layer but the first, which nothing predicts."""
+    case, k, n = found["most"], 2, 4
+    assert case["counts"] == [[k, k, 0], [k, k, n], [k, k, n]] and case["compared"] == 18
+    assert case["asked"] == [3 * k, 2 * n]
+    assert case["places"][0] >= 3 * k and case["places"][1] >= 3 * n
