@@ -32,13 +32,16 @@ class Records(CopyState):
         self.known = False
 
     def look(self, slot_of: np.ndarray) -> None:
-        """Ask the device which slots are whole; `slot_of` [L, E] is what its logical cache says."""
+        """Ask the device which slots are whole, none of them after a copy that went over another; `slot_of` [L, E] is
+        what its logical cache says."""
         if self.known:
             return
         current = self.current.cpu().numpy().astype(np.int64)
         done = self.done.cpu().numpy()[2 * np.arange(len(current)) + current]
         held = self.slots.held
-        whole = (done >= self.chunks).reshape(held.shape)
+        # Once a copy did not wait for the one it cancels, that one may have landed on any other: no record says where.
+        trusted = not int(self.queue[_ERROR]) & copying.CANCELLED_COPY.value
+        whole = (done >= self.chunks).reshape(held.shape) & trusted
         held[:] = NOTHING
         layers, experts = np.nonzero(slot_of >= 0)
         places = slot_of[layers, experts]

@@ -47,6 +47,12 @@ def lose(engine: OffloadEngine) -> None:
     records.slots.bytes[..., -16:] = 0
 
 
+def overwrite(engine: OffloadEngine) -> None:
+    """A copy that was cancelled lands on the one that did not wait for it any longer: all records say it is whole."""
+    mark(engine, copying.CANCELLED_COPY.value)
+    engine.executor.records.slots.bytes[..., -16:] = 0
+
+
 def refused(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -92,6 +98,8 @@ def main() -> None:
             found = [
                 compare(disturbed, other, {"lost": lose}, "step"),
                 compare(disturbed, other, {"lost": lose}, "text"),
+                compare(disturbed, other, {"overwritten": overwrite}, "step"),
+                compare(disturbed, other, {"overwritten": overwrite}, "text"),
                 compare(disturbed, other, marks, "text", "step"),
             ]
     said = {name: words for part in found for name, words in part["said"].items()}

@@ -28,7 +28,7 @@ def test_what_a_spin_that_gave_up_spoilt_is_taken_back() -> None:
     found = json.loads(run("interpreted_faults.py"))
     said = {name: found["said"].pop(name) for name in ("TURN in a step", "TURN in a text")}
     assert all("waited in vain for the GPU's decision: give --executor host" in words for words in said.values()), said
-    codes = {"lost": 3, "CANCELLED_COPY": 1, "EXPERT": 2, "DECISION": 4}
+    codes = {"lost": 3, "overwritten": 1, "CANCELLED_COPY": 1, "EXPERT": 2, "DECISION": 4}
     assert set(found["said"]) == {f"{kind} in a {call}" for kind in codes for call in ("step", "text")}
     for name, words in found["said"].items():
         expected = f"a copy on the GPU did not arrive within its bound (code {codes[name.split()[0]]}): another program"
