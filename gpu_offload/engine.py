@@ -28,7 +28,7 @@ from edgemoe.gpu_offload.fingerprint import fingerprint, fitting
 from edgemoe.gpu_offload.hub import resolve
 from edgemoe.gpu_offload.kernels import draw
 from edgemoe.gpu_offload.memory import SNAPSHOTS, Need, choose_slots, need, prior_bytes
-from edgemoe.gpu_offload.refusals import check_room, check_tokens
+from edgemoe.gpu_offload.refusals import check_room, check_tokens, checked
 from edgemoe.gpu_offload.shape import Shape, read_shape
 from edgemoe.gpu_offload.target import Target, find_target, forget
 from edgemoe.gpu_offload.vocabulary import open_vocabulary
@@ -216,19 +216,17 @@ class OffloadEngine(Speaker):
         return np.concatenate(self._prefill(tokens, all_rows=True))
 
     def _prefill(self, tokens: Sequence[int] | np.ndarray, all_rows: bool) -> list[np.ndarray]:
-        check_room(self._position, len(tokens), self.n_ctx)
+        tokens = checked(tokens, self._position, self.n_ctx, self.n_vocab)
         found: list[np.ndarray] = []
         for at in range(0, len(tokens), self.chunk):
             with self.target.use():
                 self._remember()
-            part = np.asarray(tokens[at : at + self.chunk], np.int32)
-            logits = self._advance(part, all_rows)
+            logits = self._advance(tokens[at : at + self.chunk], all_rows)
             found = [*found, logits] if all_rows else [logits]
         return found
 
     def decode(self, token: int) -> np.ndarray:
-        check_room(self._position, 1, self.n_ctx)
-        return self._advance(np.array([token], np.int32), all_rows=False)
+        return self._advance(checked([token], self._position, self.n_ctx, self.n_vocab), all_rows=False)
 
     @property
     def block(self) -> int:
@@ -271,7 +269,6 @@ class OffloadEngine(Speaker):
             self._extended = None
             return len(tokens)
 
-        check_tokens(tokens, self.n_vocab)
         with self.target.use():
             return self._whole(self.executor.snapshot(), step, settle)
 

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -60,3 +61,14 @@ def check_tokens(tokens: np.ndarray, n_vocab: int) -> None:
     strange = tokens[(tokens < 0) | (tokens >= n_vocab)]
     if len(strange):
         raise UserError(f"token {strange[0]} is not one of the model's {n_vocab:,}: another tokenizer's?")
+
+
+def checked(tokens: Sequence[int] | np.ndarray, position: int, n_ctx: int, n_vocab: int) -> np.ndarray:
+    """Tokens [T] that are to follow `position`, as int32. Raises `UserError` where there are none, no room for them, or
+    one that is none of the model's."""
+    if not len(tokens):
+        raise UserError("no tokens: give one at least")
+    check_room(position, len(tokens), n_ctx)
+    given = np.asarray(tokens)
+    check_tokens(given, n_vocab)
+    return given.astype(np.int32)

@@ -192,8 +192,15 @@ def test_no_gpu_says_what_runs_without(tiny):
 
 @pytest.mark.parametrize(("tokens", "strange"), [([1, 512], 512), ([3, -2, 511], -2), ([-1], -1), ([5, 600, -7], 600)])
 def test_a_strange_token_is_refused(tiny, tokens, strange):
-    with make(tiny) as engine, pytest.raises(UserError, match=f"token {strange} is not one of the model's 512"):
-        engine.prefill(tokens)
+    with make(tiny, chunk=1) as engine:
+        with pytest.raises(UserError, match=f"token {strange} is not one of the model's 512"):
+            engine.prefill(tokens)
+        assert engine.position == 0  # also where other chunks came before
+
+
+def test_no_tokens_are_refused(tiny):
+    with make(tiny) as engine, pytest.raises(UserError, match="no tokens"):
+        engine.prefill([])
 
 
 def test_an_observer_is_told_what_ran(tiny):
