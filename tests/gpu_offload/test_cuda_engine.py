@@ -166,6 +166,17 @@ def test_a_reset_drains_what_was_under_way(engine: OffloadEngine) -> None:
         assert np.array_equal(engine.prefill(prompt), first)
 
 
+def test_more_options_than_have_graphs_give_the_same_texts(engine: OffloadEngine) -> None:
+    texts: dict[float, list[int]] = {}
+    prompt = engine.tokenize(TEXT.encode())
+    for temperature in 2 * (0.5, 0.7, 0.9, 1.1, 1.3, 1.5):
+        engine.reset()
+        token = int(engine.prefill(prompt).argmax())
+        text = engine.extend(token, 16, replace(VARIED, temperature=temperature, ignore_eos=True))
+        assert texts.setdefault(temperature, text) == text
+    assert len({tuple(text) for text in texts.values()}) > 1
+
+
 def test_a_text_that_ends_within_a_block_ends_there(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays behind the end do nothing: context, logical cache and slots are those of the end."""
     prompt = engine.tokenize(TEXT.encode())

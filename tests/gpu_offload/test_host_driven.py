@@ -331,3 +331,17 @@ def test_graphs_and_streams_decide_what_the_cpu_decides(weights, name):
         first = first or found
         assert np.array_equal(first[0], found[0])
     there.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device that torch can use")
+def test_what_a_gpu_s_link_throttles_changes_nothing_under_exact_routing(weights):
+    there = on_gpu(weights)
+    expected = drive(CpuExecutor(weights, decisions(weights, EXACT_UNBOUNDED), n_ctx=64))
+    for timing in ({"in_flight": 1}, {"in_flight": 2, "delay_s": 0.002}):
+        throttled = host_driven(there, EXACT_UNBOUNDED, throttled=True, **timing)
+        found = drive(throttled)
+        assert np.array_equal(expected[1], found[1]) and expected[3] == found[3]
+        c = throttled.counters
+        assert 0 < c.prefetch == c.in_time + c.late + c.unused
+    there.close()
