@@ -16,6 +16,7 @@ from edgemoe.errors import UserError
 from edgemoe.gpu_offload.cpu import CpuExecutor
 from edgemoe.gpu_offload.decisions import Decisions
 from edgemoe.gpu_offload.executor import Executor
+from edgemoe.gpu_offload.kernels.layout import MOST_ENTRIES, MOST_EXECUTED, MOST_EXPERTS
 from edgemoe.gpu_offload.memory import Room
 from edgemoe.gpu_offload.refusals import ram_full
 from edgemoe.gpu_offload.shape import Shape
@@ -28,8 +29,6 @@ from edgemoe.units import format_bytes
 
 DEVICES = ("cpu", "cuda")
 EXECUTORS = ("device", "host")
-MOST_EXPERTS, MOST_EXECUTED = 512, 256  # of a layer: kernels pack an expert into 9 bits, an executed one's place into 8
-MOST_ENTRIES = 2**31 - 1  # of a token prior: kernels count them in 32 bits
 _AMPERE = (8, 0)
 _UNIFIED_ADDRESSING = 41  # CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING
 _WITHOUT = (

@@ -78,9 +78,9 @@ class DevicePolicy:
         the executed experts. factor: multiplies all weights (a model's routed scaling factor).
         """
         c = view(cache.block)
-        if c.n_experts > 512:
+        if c.n_experts > layout.MOST_EXPERTS:
             raise ValueError(f"the device's policy packs an expert into 9 bits: {c.n_experts} experts are too many")
-        if int(c.top_k.max()) > 256:
+        if int(c.top_k.max()) > layout.MOST_EXECUTED:
             raise ValueError(f"a turn packs its place into 8 bits: {int(c.top_k.max())} executed experts are too many")
         self.state = DevicePolicyState.from_cache(cache, device)
         self.prior = None if cache.prior is None else DevicePrior.from_prior(cache.prior, device)  # type: ignore[arg-type]

@@ -13,6 +13,11 @@ COUNTS = ("executed", "demand", "prefetch")
 """[L, 3] int32: how many entries of a layer's lists are valid. A list of copies holds max k demand copies at the front,
 and n prefetch copies behind them."""
 
+MOST_EXPERTS, MOST_EXECUTED = 512, 256
+"""Of a layer: kernels pack an expert into 9 bits, and an executed one's place into 8."""
+MOST_ENTRIES = 2**31 - 1
+"""Of a token prior, whose entries and rows an int32 counts."""
+
 
 def padded(n_experts: int) -> int:
     """EP: E up to a power of two, and to a whole warp."""

@@ -149,7 +149,7 @@ class DevicePrior:
             shares = dense[rows, cells]
         else:
             raise ValueError(f"a token prior on the device is made from a calibration or an array, not {type(prior)}")
-        if len(shares) >= 2**31 or len(tokens) * n_layers >= 2**31:
+        if max(len(shares), len(tokens) * n_layers) > layout.MOST_ENTRIES:
             raise ValueError(f"{len(shares)} entries of the token prior are more than the device's index can count")
         counts = np.bincount(rows * n_layers + cells // n_experts, minlength=len(tokens) * n_layers)
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
