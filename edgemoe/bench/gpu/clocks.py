@@ -17,10 +17,10 @@ from edgemoe.policy import Policy
 
 DEVICE, HOST, PHYSICAL, THROTTLED, CPU = "device", "host", "physical", "throttled", "cpu"
 EXECUTORS = (DEVICE, HOST, PHYSICAL, THROTTLED, CPU)
-TIMED = (PHYSICAL, THROTTLED)
-"""What these decide depends on the time that copies take: no other order of events can tell it."""
+TIMED: dict[str, dict[str, Any]] = {PHYSICAL: {"physical": "issued"}, THROTTLED: {"throttled": True}}
+"""What the host-driven executor is given to be one whose decisions depend on the time that copies take: no other order
+of events can tell them."""
 _CALLED = {HOST: ", host-driven", PHYSICAL: ", physical cache", THROTTLED: ", throttled"}
-_OPTIONS: dict[str, dict[str, Any]] = {PHYSICAL: {"physical": "issued"}, THROTTLED: {"throttled": True}}
 CHUNK = 64
 
 
@@ -91,7 +91,7 @@ def stepped(
         return _RecordedCpu(subject.weights, decisions, n_ctx=n_ctx, recorded=recorded)
     from edgemoe.gpu_offload.host_driven import HostDrivenExecutor
 
-    options = {**_OPTIONS.get(arm.executor, {}), **arm.options}
+    options = {**TIMED.get(arm.executor, {}), **arm.options}
     return HostDrivenExecutor(subject.weights, decisions, n_ctx=n_ctx, recorded=recorded, **options)
 
 

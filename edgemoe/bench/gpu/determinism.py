@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from edgemoe.bench.gpu.clocks import CHUNK, CPU, DEVICE, HOST, Arm, context, stepped
+from edgemoe.bench.gpu.clocks import CHUNK, CPU, DEVICE, HOST, PHYSICAL, TIMED, Arm, context, stepped
 from edgemoe.bench.gpu.rows import config_of
 from edgemoe.bench.gpu.subject import Subject
 from edgemoe.errors import UserError
@@ -24,7 +24,7 @@ from edgemoe.gpu_offload.executor import Executor
 from edgemoe.policy import preset
 from edgemoe.progress import Advance, no_progress
 
-LOGICAL, PHYSICAL = "logical", "physical"
+LOGICAL = "logical"
 _SEGMENT = 8  # tokens between two looks at the residents
 _SLOW = 0.2  # of the link's rate
 
@@ -69,7 +69,7 @@ def ways(subject: Subject, link: float) -> Iterator[tuple[str, str, str, dict[st
     slowed = {"link_gbps": _SLOW * link / 1e9}
     held = {"delay_s": 2 * subject.weights.arena.expert_bytes / link, "seed": 1}
     for cache in (LOGICAL, PHYSICAL):
-        physical = {"physical": "issued"} if cache == PHYSICAL else {}
+        physical = TIMED.get(cache, {})
         for count in (2, 1, 4):
             yield HOST, cache, f"{count} in flight", {"in_flight": count, **physical}
         yield HOST, cache, f"link slowed to {_SLOW:.0%}", {**slowed, **physical}
