@@ -109,6 +109,7 @@ def test_a_conversation_without_a_turn_has_no_trace(folder: Path) -> None:
     assert not (folder / "t.npz").exists()
 
 
+@pytest.mark.usefixtures("nothing_loads")
 @pytest.mark.parametrize("verb", ["chat", "run"])
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -120,10 +121,6 @@ def test_a_conversation_without_a_turn_has_no_trace(folder: Path) -> None:
 def test_a_template_that_does_not_serve_is_refused_before_the_model_is_loaded(
     verb: str, options: list[str], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def loading(*_: object, **__: object) -> None:
-        raise AssertionError("loaded for nothing")
-
-    monkeypatch.setattr("edgemoe.generation.load", loading)
     monkeypatch.chdir(folder)
     (folder / "bad.jinja").write_text("{% for %}")
     term = signal.getsignal(signal.SIGTERM)

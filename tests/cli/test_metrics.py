@@ -94,14 +94,11 @@ def test_the_text_on_standard_input_is_never_replaced(folder: Path) -> None:
         (["--overwrite"], "--overwrite is about --trace and --metrics"),
     ],
 )
+@pytest.mark.usefixtures("nothing_loads")
 @pytest.mark.parametrize("verb", ["run", "chat"])
 def test_what_cannot_be_written_is_refused_before_the_model_is_loaded(
-    verb: str, arguments: list[str], said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    verb: str, arguments: list[str], said: str, folder: Path
 ) -> None:
-    def loading(*_: object, **__: object) -> None:
-        raise AssertionError("loaded for nothing")
-
-    monkeypatch.setattr("edgemoe.generation.load", loading)
     before = content(folder), names(folder)
     text = ["-p", "a"] if verb == "run" else ["--chat-template", "t.jinja"]
     with pytest.raises(UserError) as refused:
